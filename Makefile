@@ -1,0 +1,103 @@
+# jetlag. `make help` lists the targets and variables.
+
+BACKEND ?= cpu
+CXX ?= g++
+SAN ?=
+DEBUG ?=
+
+# Each variant has its own folder, so that objects of different flags never mix.
+comma := ,
+VARIANT := $(BACKEND)$(if $(DEBUG),-debug)$(if $(SAN),-$(subst $(comma),-,$(SAN)))
+BUILD ?= build/$(VARIANT)
+
+ifneq ($(filter-out cpu,$(BACKEND)),)
+$(error BACKEND=$(BACKEND): this version has BACKEND=cpu)
+endif
+
+# ThreadSanitizer does not understand GCC's OpenMP runtime; it understands clang's.
+ifneq ($(findstring thread,$(SAN)),)
+ifeq ($(origin CXX),default)
+CXX := clang++
+else ifeq ($(origin CXX),file)
+CXX := clang++
+endif
+endif
+
+# -ffp-contract=off: whether a*b+c rounds once or twice is written in the source (MulAdd), not left to the compiler.
+CXXFLAGS := -std=c++20 -Wall -Wextra -Werror $(if $(DEBUG),-O0,-O2) -g -fopenmp -ffp-contract=off -pthread
+CPPFLAGS := -I. -MMD -MP -DFMT_SHARED
+LDFLAGS := -fopenmp -pthread
+LDLIBS := -ldnnl -lhwy -lyaml-cpp -lcurl -lcrypto -larchive -lfmt
+ifneq ($(SAN),)
+CXXFLAGS += -fsanitize=$(SAN) -fno-omit-frame-pointer $(if $(findstring undefined,$(SAN)),-fno-sanitize-recover=undefined)
+LDFLAGS += -fsanitize=$(SAN)
+endif
+
+# One program per source file in these folders, named after the file; everything else is the library.
+PROGRAM_SOURCES := $(wildcard data_prep/*.cpp train/*.cpp eval/*.cpp)
+MAIN_SOURCES := $(shell grep -l '^int main(.*)' $(PROGRAM_SOURCES) /dev/null 2>/dev/null)
+LIBRARY_SOURCES := $(wildcard src/*.cpp kernels/*.cpp kernels/position/*.cpp kernels/$(BACKEND)/*.cpp models/*.cpp) \
+	$(filter-out $(MAIN_SOURCES),$(PROGRAM_SOURCES))
+TEST_SOURCES := $(wildcard test/*.cpp test/reference/*.cpp)
+
+PROGRAMS := $(patsubst %.cpp,$(BUILD)/%,$(notdir $(MAIN_SOURCES)))
+LIBRARY := $(BUILD)/libjetlag.a
+TESTS := $(BUILD)/tests
+OBJECTS := $(patsubst %.cpp,$(BUILD)/obj/%.o,$(LIBRARY_SOURCES) $(MAIN_SOURCES) $(TEST_SOURCES))
+
+# In parallel even when nobody asks: as many jobs as cores.
+ifeq ($(filter -j%,$(MAKEFLAGS)),)
+MAKEFLAGS += -j$(shell nproc)
+endif
+
+.PHONY: all programs test format check-format clean help
+.DEFAULT_GOAL := all
+
+all: programs $(TESTS)
+programs: $(PROGRAMS)
+
+# The kernels' micro-loops want to be unrolled.
+$(BUILD)/obj/kernels/%.o: CXXFLAGS += $(if $(DEBUG),,-O3)
+
+$(BUILD)/obj/%.o: %.cpp Makefile
+	@mkdir -p $(dir $@)
+	$(CXX) $(CPPFLAGS) $(CXXFLAGS) -c $< -o $@
+
+$(LIBRARY): $(patsubst %.cpp,$(BUILD)/obj/%.o,$(LIBRARY_SOURCES))
+	@rm -f $@
+	ar rcs $@ $^
+
+define program_rule
+$(BUILD)/$(notdir $(1:.cpp=)): $(BUILD)/obj/$(1:.cpp=.o) $(LIBRARY)
+	$$(CXX) $$(LDFLAGS) $$^ $$(LDLIBS) -o $$@
+endef
+$(foreach source,$(MAIN_SOURCES),$(eval $(call program_rule,$(source))))
+
+$(TESTS): $(patsubst %.cpp,$(BUILD)/obj/%.o,$(TEST_SOURCES)) $(LIBRARY)
+	$(CXX) $(LDFLAGS) $^ -lgtest $(LDLIBS) -o $@
+
+test: all
+	JETLAG_BUILD=$(BUILD) $(TESTS) $(if $(FILTER),--gtest_filter='$(FILTER)')
+
+FORMATTED := $(shell find src kernels models train eval data_prep bench test -name '*.cpp' -o -name '*.h' 2>/dev/null)
+format:
+	clang-format -i $(FORMATTED)
+check-format:
+	clang-format --dry-run -Werror $(FORMATTED)
+
+clean:
+	rm -rf $(BUILD)
+
+help:
+	@echo 'make               build every program and the tests into build/cpu/'
+	@echo 'make test          build and run the tests (FILTER=Attention.* for some of them)'
+	@echo 'make format        rewrite the sources with clang-format; make check-format only checks'
+	@echo 'make clean         remove the build folder of the variant at hand'
+	@echo
+	@echo 'DEBUG=1                 no optimisation, into build/cpu-debug/'
+	@echo 'SAN=address,undefined   sanitizers, into build/cpu-address-undefined/'
+	@echo 'SAN=thread              ThreadSanitizer (with clang++, whose OpenMP it understands), into build/cpu-thread/'
+	@echo 'CXX=..., BUILD=...      another compiler, another build folder (cross-compiling)'
+	@echo 'BACKEND=cpu             the set of ops to link'
+
+-include $(OBJECTS:.o=.d)

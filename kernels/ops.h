@@ -1,0 +1,171 @@
+// The contract of every op. A backend (kernels/cpu/, later kernels/cuda/) implements all of them; which one a
+// program has is decided when linking.
+//
+// Pointers are device memory of the backend (for the CPU: plain memory), float32 and contiguous unless said. Shapes:
+// B batch, T tokens, N = B T rows, C channels, OC output channels, H heads, D = C / H head dim, V vocabulary, P rotary
+// pairs.
+//
+// Gradients of parameters accumulate (+=). Gradients of activations are assigned (=), except into the residual
+// stream, where an op says so. Every op is deterministic: the result is a function of its inputs, the build and
+// the SIMD target, not of the number of threads. Sizes are checked by the models; an op does not check them again.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+
+#include "kernels/position/module.h"
+
+namespace jetlag {
+
+// ---------------------------------------------------------------------------------------------------------------
+// Memory and machine
+
+void* device_alloc(size_t bytes);  // zeroed, aligned for any vector; throws std::bad_alloc
+void device_free(void* memory);
+void device_zero(void* memory, size_t bytes);
+void copy_to_device(void* device, const void* host, size_t bytes);
+void copy_to_host(void* host, const void* device, size_t bytes);
+
+// Owned device memory. Empty arrays have data == nullptr.
+template <typename T>
+struct DeviceArray {
+    T* data = nullptr;
+    int64_t size = 0;
+
+    DeviceArray() = default;
+    explicit DeviceArray(int64_t n) : size(n) {
+        if (n > 0) data = static_cast<T*>(device_alloc(static_cast<size_t>(n) * sizeof(T)));
+    }
+    DeviceArray(DeviceArray&& other) noexcept
+        : data(std::exchange(other.data, nullptr)), size(std::exchange(other.size, 0)) {}
+    DeviceArray& operator=(DeviceArray&& other) noexcept {
+        std::swap(data, other.data);
+        std::swap(size, other.size);
+        return *this;
+    }
+    ~DeviceArray() {
+        if (data != nullptr) device_free(data);
+    }
+    size_t bytes() const { return static_cast<size_t>(size) * sizeof(T); }
+};
+
+const char* backend_name();        // "cpu"
+const char* simd_target_name();    // "AVX3", "AVX2", "NEON", ...: what run-time dispatch chose
+int thread_count();                // threads that a large op uses
+double measure_peak_flops();       // float32 multiply-adds on all threads, in FLOP/s; takes about 50 ms
+void set_thread_count(int count);  // at least 1
+
+// ---------------------------------------------------------------------------------------------------------------
+// Position tables
+
+// Cosines and sines of each position and pair, with the gains multiplied in, and the shear coordinate of each
+// position. Pair p holds the channels (2p, 2p+1) of a head; channels from 2P on are left alone.
+struct RotaryTable {
+    int64_t pairs = 0;           // P <= D/2; 0: no rotation, all pointers null
+    float* query_cos = nullptr;  // (T, P)
+    float* query_sin = nullptr;  // (T, P)
+    float* key_cos = nullptr;    // (T, P)
+    float* key_sin = nullptr;    // (T, P)
+    float* shear = nullptr;      // (T) or nullptr
+};
+
+// Fills a table of T positions, computed in double. table.shear is filled if it is not nullptr.
+void rotary_table(const RotaryTable& table, const RotarySpec& spec, int64_t T);
+
+// table: (H, T), entry [h][d] = bias of lag d in head h, computed in double.
+void lag_bias_table(float* table, const LagBiasSpec& spec, const float* parameters, int64_t T);
+
+// dparameters += the gradient that dtable (H, T) means for the module's parameters; sums in double, fixed order.
+void lag_bias_table_backward(float* dparameters, const float* dtable, const LagBiasSpec& spec, const float* parameters,
+                             int64_t T);
+
+// ---------------------------------------------------------------------------------------------------------------
+// Attention
+
+// Figures of the attention rows, exact for every row; (B, H, T) each. Row t attends keys 0..t with weights p.
+struct AttentionRowStats {
+    float* entropy;   // -sum p ln p, in nats; 0 for a row without a key
+    float* mean_lag;  // sum p d, in tokens; 0 for a row without a key
+};
+
+// Causal attention, diagonal included:
+//     score(i, j) = q_i . k_j / sqrt(D) + lag_bias[h][i - j],   out_i = sum_j softmax_j(score) v_j
+// with q and k sheared and rotated by the rotary table first. Nothing of size T x T is ever held. A lag-bias
+// entry may be -infinity; a row whose entries all are has no key, and its output and gradients are 0.
+//     out: (B, T, H, D)   lse: (B, H, T), ln sum_j exp(score), -infinity for a row without a key
+//     qkv: (B, T, 3, H, D)   lag_bias: (H, T) or nullptr   stats: nullptr if not wanted
+//     workspace: attention_workspace_floats(B, T, H, D) floats, for forward and backward alike
+void attention_forward(float* out, float* lse, const AttentionRowStats* stats, const float* qkv,
+                       const RotaryTable& rotary, const float* lag_bias, float* workspace, int64_t B, int64_t T,
+                       int64_t H, int64_t D);
+
+//     dqkv: (B, T, 3, H, D) =   dlag_bias: (H, T) =, sums of dscore along diagonals, nullptr exactly if lag_bias is
+//     dout, out: (B, T, H, D)
+void attention_backward(float* dqkv, float* dlag_bias, const float* dout, const float* qkv, const float* out,
+                        const float* lse, const RotaryTable& rotary, const float* lag_bias, float* workspace, int64_t B,
+                        int64_t T, int64_t H, int64_t D);
+
+int64_t attention_workspace_floats(int64_t B, int64_t T, int64_t H, int64_t D);
+
+// ---------------------------------------------------------------------------------------------------------------
+// The other layers
+
+// out: (N, C) = rows of weight (V, C); tokens: (N), each in [0, V).
+void embedding_forward(float* out, const float* weight, const int32_t* tokens, int64_t N, int64_t C);
+// dweight: (V, C) +=, the rows of dout (N, C) with the same token summed in the order of n.
+void embedding_backward(float* dweight, const float* dout, const int32_t* tokens, int64_t N, int64_t V, int64_t C);
+
+// LayerNorm over C with eps 1e-5. out: (N, C); mean, rstd: (N); weight, bias: (C).
+void layernorm_forward(float* out, float* mean, float* rstd, const float* inp, const float* weight, const float* bias,
+                       int64_t N, int64_t C);
+// dinp: (N, C) += (the residual stream); dweight, dbias: (C) +=. workspace: layernorm_workspace_floats(N, C).
+void layernorm_backward(float* dinp, float* dweight, float* dbias, const float* dout, const float* inp,
+                        const float* weight, const float* mean, const float* rstd, float* workspace, int64_t N,
+                        int64_t C);
+int64_t layernorm_workspace_floats(int64_t N, int64_t C);
+
+// out: (N, OC) = inp (N, C) weight^T + bias; weight: (OC, C), bias: (OC).
+void linear_forward(float* out, const float* inp, const float* weight, const float* bias, int64_t N, int64_t C,
+                    int64_t OC);
+// dinp: (N, C) =, nullptr if not wanted; dweight: (OC, C) +=; dbias: (OC) +=; dout: (N, OC).
+// workspace: linear_workspace_floats(N, C, OC).
+void linear_backward(float* dinp, float* dweight, float* dbias, const float* dout, const float* inp,
+                     const float* weight, float* workspace, int64_t N, int64_t C, int64_t OC);
+int64_t linear_workspace_floats(int64_t N, int64_t C, int64_t OC);
+
+// Exact GELU, x/2 (1 + erf(x / sqrt 2)), of n values; out may be inp.
+void gelu_forward(float* out, const float* inp, int64_t n);
+// dinp = dout * gelu'(inp); dinp may be dout.
+void gelu_backward(float* dinp, const float* dout, const float* inp, int64_t n);
+
+// out = a + b; out may be a.
+void residual_forward(float* out, const float* a, const float* b, int64_t n);
+
+// Softmax cross-entropy of logits (N, V) with targets (N) in [0, V): losses (N) in nats, and, if dlogits is not
+// nullptr, dlogits = scale * (softmax - onehot). dlogits may be logits.
+void cross_entropy(float* losses, float* dlogits, const float* logits, const int32_t* targets, float scale, int64_t N,
+                   int64_t V);
+
+// ---------------------------------------------------------------------------------------------------------------
+// Reductions (results on the host) and the optimizer
+
+struct Moments {
+    double sum = 0;
+    double sum_of_squares = 0;
+    double largest = 0;  // largest magnitude
+};
+Moments moments(const float* x, int64_t n);  // sums in double, fixed order
+
+// The position of the first value that is NaN or infinite, or -1.
+int64_t first_nonfinite(const float* x, int64_t n);
+
+// AdamW (Loshchilov and Hutter 2019) with PyTorch's arithmetic. Gradients are multiplied by grad_scale first.
+struct AdamW {
+    double lr, beta1, beta2, eps, weight_decay, grad_scale;
+};
+// One step, numbered from 1, on n parameters with their moments m and v. Where takes_part is 0 nothing changes.
+void adamw(float* parameters, float* m, float* v, const float* gradients, const uint8_t* takes_part,
+           const AdamW& settings, int64_t step, int64_t n);
+
+}  // namespace jetlag

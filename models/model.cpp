@@ -1,0 +1,463 @@
+#include "models/model.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "src/error.h"
+
+namespace jetlag {
+
+// The head and its loss are computed for this many rows at a time: logits are four times as wide as the residual
+// stream and are never needed twice.
+static constexpr int64_t kHeadRows = 2048;
+
+// ---------------------------------------------------------------------------------------------------------------
+// Parameters
+
+static int64_t product(const std::vector<int64_t>& shape) {
+    int64_t size = 1;
+    for (int64_t n : shape) size *= n;
+    return size;
+}
+
+static void add_norm(std::vector<ParameterInfo>& layout, const std::string& name, int64_t C) {
+    ParameterInfo weight, bias;
+    weight.name = name + ".weight";
+    bias.name = name + ".bias";
+    weight.shape = bias.shape = {C};
+    weight.initial.assign(static_cast<size_t>(C), 1.0f);
+    bias.initial.assign(static_cast<size_t>(C), 0.0f);
+    layout.push_back(weight);
+    layout.push_back(bias);
+}
+
+static void add_linear(std::vector<ParameterInfo>& layout, const std::string& name, int64_t OC, int64_t C) {
+    ParameterInfo weight, bias;
+    weight.name = name + ".weight";
+    bias.name = name + ".bias";
+    weight.shape = {OC, C};
+    bias.shape = {OC};
+    weight.uniform_bound = bias.uniform_bound = 1 / std::sqrt(static_cast<double>(C));
+    layout.push_back(weight);
+    layout.push_back(bias);
+}
+
+static std::vector<ParameterInfo> make_layout(const ModelShape& shape) {
+    const int64_t C = shape.embed_dim;
+    std::vector<ParameterInfo> layout;
+    ParameterInfo embedding;
+    embedding.name = "embedding.weight";
+    embedding.shape = {shape.vocab, C};
+    embedding.normal_std = 1;
+    layout.push_back(embedding);
+    for (int64_t l = 0; l < shape.layers; l++) {
+        const std::string block = "blocks." + std::to_string(l);
+        add_norm(layout, block + ".norm1", C);
+        add_norm(layout, block + ".norm2", C);
+        add_linear(layout, block + ".attn.qkv", 3 * C, C);
+        add_linear(layout, block + ".attn.out_proj", C, C);
+        if (shape.lag_bias.module != nullptr)
+            for (const BiasParameter& parameter : shape.lag_bias.module->parameters(shape.lag_bias)) {
+                ParameterInfo info;
+                info.name = block + ".attn." + shape.lag_bias.module->state_name + "." + parameter.name;
+                info.shape = parameter.shape;
+                info.takes_part = parameter.takes_part;
+                info.initial = parameter.initial;
+                info.normal_std = parameter.normal_std;
+                layout.push_back(info);
+            }
+        add_linear(layout, block + ".mlp.0", shape.mlp_dim, C);
+        add_linear(layout, block + ".mlp.2", C, shape.mlp_dim);
+    }
+    add_norm(layout, "norm", C);
+    add_linear(layout, "head", shape.vocab, C);
+    int64_t offset = 0;
+    for (ParameterInfo& info : layout) {
+        info.offset = offset;
+        info.size = product(info.shape);
+        offset += info.size;
+    }
+    return layout;
+}
+
+Model make_model(const ModelShape& shape) {
+    Model model;
+    model.shape = shape;
+    model.layout = make_layout(shape);
+    const int64_t count = model.layout.back().offset + model.layout.back().size;
+    model.parameters = DeviceArray<float>(count);
+    model.takes_part = DeviceArray<uint8_t>(count);
+    std::vector<uint8_t> mask(static_cast<size_t>(count));
+    for (const ParameterInfo& info : model.layout)
+        std::fill_n(mask.begin() + info.offset, info.size, static_cast<uint8_t>(info.takes_part));
+    copy_to_device(model.takes_part.data, mask.data(), mask.size());
+    return model;
+}
+
+void initialize_model(Model& model, TorchGenerator& generator) {
+    std::vector<float> values(static_cast<size_t>(model.parameters.size));
+    for (const ParameterInfo& info : model.layout) {
+        const std::span<float> out(values.data() + info.offset, static_cast<size_t>(info.size));
+        if (info.normal_std != 0) {
+            fill_normal(generator, out);
+            for (float& x : out) x *= static_cast<float>(info.normal_std);
+        } else if (info.uniform_bound != 0) {
+            const float bound = static_cast<float>(info.uniform_bound);
+            fill_uniform(generator, -bound, bound, out);
+        } else {
+            std::copy(info.initial.begin(), info.initial.end(), out.begin());
+        }
+    }
+    copy_to_device(model.parameters.data, values.data(), model.parameters.bytes());
+}
+
+// Where the tensors of one block are in an array laid out like the parameters (the parameters, or the gradients).
+struct BlockTensors {
+    float *norm1_weight, *norm1_bias, *norm2_weight, *norm2_bias, *qkv_weight, *qkv_bias, *out_proj_weight,
+        *out_proj_bias, *lag_bias, *mlp0_weight, *mlp0_bias, *mlp2_weight, *mlp2_bias;
+};
+struct ModelTensors {
+    float* embedding;
+    std::vector<BlockTensors> blocks;
+    float *norm_weight, *norm_bias, *head_weight, *head_bias;
+};
+
+static ModelTensors locate(const Model& model, float* base) {
+    const size_t bias_tensors = model.shape.lag_bias.module == nullptr
+                                    ? 0
+                                    : model.shape.lag_bias.module->parameters(model.shape.lag_bias).size();
+    size_t i = 0;
+    const auto next = [&]() { return base + model.layout[i++].offset; };
+    ModelTensors t;
+    t.embedding = next();
+    for (int64_t l = 0; l < model.shape.layers; l++) {
+        BlockTensors b;
+        b.norm1_weight = next();
+        b.norm1_bias = next();
+        b.norm2_weight = next();
+        b.norm2_bias = next();
+        b.qkv_weight = next();
+        b.qkv_bias = next();
+        b.out_proj_weight = next();
+        b.out_proj_bias = next();
+        b.lag_bias = bias_tensors > 0 ? base + model.layout[i].offset : nullptr;
+        i += bias_tensors;
+        b.mlp0_weight = next();
+        b.mlp0_bias = next();
+        b.mlp2_weight = next();
+        b.mlp2_bias = next();
+        t.blocks.push_back(b);
+    }
+    t.norm_weight = next();
+    t.norm_bias = next();
+    t.head_weight = next();
+    t.head_bias = next();
+    return t;
+}
+
+std::vector<std::pair<std::string, double>> lag_bias_summary(const Model& model) {
+    std::vector<std::pair<std::string, double>> mean;
+    const LagBiasSpec& spec = model.shape.lag_bias;
+    if (spec.module == nullptr) return mean;
+    const int64_t count = bias_parameter_count(spec);
+    std::vector<float> parameters(static_cast<size_t>(count));
+    for (const BlockTensors& block : locate(model, model.parameters.data).blocks) {
+        copy_to_host(parameters.data(), block.lag_bias, parameters.size() * sizeof(float));
+        const auto figures = spec.module->summary(spec, parameters.data());
+        if (mean.empty())
+            for (const auto& figure : figures) mean.push_back({figure.first, 0});
+        for (size_t i = 0; i < figures.size(); i++)
+            mean[i].second += figures[i].second / static_cast<double>(model.shape.layers);
+    }
+    return mean;
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Activations
+
+static int64_t workspace_floats(const ModelShape& s, int64_t B, int64_t T, Mode mode) {
+    const int64_t N = B * T, C = s.embed_dim;
+    int64_t most = attention_workspace_floats(B, T, s.heads, s.head_dim);
+    if (mode == Mode::training)
+        most = std::max({most, layernorm_workspace_floats(N, C), linear_workspace_floats(N, C, 3 * C),
+                         linear_workspace_floats(N, C, C), linear_workspace_floats(N, C, s.mlp_dim),
+                         linear_workspace_floats(N, s.mlp_dim, C),
+                         linear_workspace_floats(std::min(N, kHeadRows), C, s.vocab)});
+    return most;
+}
+
+// Hands out the arrays of `acts` from memory that starts at `base`, and returns how many floats they take; with
+// base == nullptr it only counts.
+static ActivationSizes place(Activations& acts, float* base, const ModelShape& s, int64_t B, int64_t T, Mode mode,
+                             bool with_stats) {
+    const bool training = mode == Mode::training;
+    const int64_t N = B * T, C = s.embed_dim;
+    int64_t used = 0;
+    const auto take = [&](int64_t n) {
+        float* at = base != nullptr ? base + used : nullptr;
+        used += (n + 15) / 16 * 16;
+        return at;
+    };
+    acts.residual.assign(static_cast<size_t>(s.layers + 1), nullptr);
+    acts.blocks.assign(static_cast<size_t>(s.layers), {});
+    for (size_t l = 0; l < acts.residual.size(); l++)
+        acts.residual[l] = l == 0 || training ? take(N * C) : acts.residual[0];
+    for (size_t l = 0; l < acts.blocks.size(); l++) {
+        BlockActivations& block = acts.blocks[l];
+        if (l > 0 && !training) {
+            block = acts.blocks[0];
+            continue;
+        }
+        block.norm1 = take(N * C);
+        block.norm1_mean = take(N);
+        block.norm1_rstd = take(N);
+        block.qkv = take(N * 3 * C);
+        block.attention = take(N * C);
+        block.lse = take(N * s.heads);
+        block.middle = training ? take(N * C) : acts.residual[0];
+        block.norm2 = training ? take(N * C) : block.norm1;
+        block.norm2_mean = take(N);
+        block.norm2_rstd = take(N);
+        block.hidden = take(N * s.mlp_dim);
+        block.gelu = training ? take(N * s.mlp_dim) : block.hidden;
+    }
+    acts.projection = take(N * C);
+    acts.norm = take(N * C);
+    acts.norm_mean = take(N);
+    acts.norm_rstd = take(N);
+    acts.logits = take(std::min(N, kHeadRows) * s.vocab);
+    acts.losses = take(N);
+    if (with_stats) {
+        acts.entropy = take(N * s.heads);
+        acts.mean_lag = take(N * s.heads);
+    }
+    if (training) {
+        acts.dresidual = take(N * C);
+        acts.dnorm = take(N * C);
+        acts.dhidden = take(N * s.mlp_dim);
+        acts.dqkv = take(N * 3 * C);
+    }
+    ActivationSizes sizes;
+    sizes.activation_floats = used;
+    if (s.lag_bias.module != nullptr) {
+        for (size_t l = 0; l < acts.blocks.size(); l++)
+            acts.blocks[l].lag_bias = l == 0 || training ? take(s.heads * T) : acts.blocks[0].lag_bias;
+        if (training) acts.dlag_bias = take(s.heads * T);
+    }
+    sizes.table_floats = used - sizes.activation_floats;
+    acts.workspace = take(workspace_floats(s, B, T, mode));
+    sizes.workspace_floats = used - sizes.activation_floats - sizes.table_floats;
+    return sizes;
+}
+
+static int64_t rotary_floats(const ModelShape& s, int64_t T) {
+    if (s.rotary.module == nullptr) return 0;
+    return T * (4 * (s.head_dim / 2) + (s.rotary.module->shear != nullptr ? 1 : 0));
+}
+
+ActivationSizes activation_sizes(const ModelShape& shape, int64_t B, int64_t T, Mode mode, bool with_stats) {
+    Activations counted;
+    ActivationSizes sizes = place(counted, nullptr, shape, B, T, mode, with_stats);
+    sizes.table_floats += rotary_floats(shape, T);
+    return sizes;
+}
+
+Activations make_activations(const ModelShape& shape, int64_t B, int64_t T, Mode mode, bool with_stats) {
+    Activations acts;
+    acts.mode = mode;
+    acts.B = B;
+    acts.T = T;
+    const ActivationSizes sizes = place(acts, nullptr, shape, B, T, mode, with_stats);
+    acts.memory = DeviceArray<float>(sizes.activation_floats + sizes.table_floats + sizes.workspace_floats);
+    place(acts, acts.memory.data, shape, B, T, mode, with_stats);
+    acts.tokens = DeviceArray<int32_t>(B * T);
+    acts.targets = DeviceArray<int32_t>(B * T);
+    acts.rotary_memory = DeviceArray<float>(rotary_floats(shape, T));
+    return acts;
+}
+
+// The rotary table depends on T (pi, ntk and yarn stretch with it) and on nothing that is learned.
+static void update_rotary(const ModelShape& s, Activations& acts, int64_t T) {
+    if (s.rotary.module == nullptr || acts.rotary_T == T) return;
+    RotaryTable& table = acts.rotary;
+    table.pairs = s.head_dim / 2;
+    float* next = acts.rotary_memory.data;
+    for (float** part : {&table.query_cos, &table.query_sin, &table.key_cos, &table.key_sin}) {
+        *part = next;
+        next += T * table.pairs;
+    }
+    table.shear = s.rotary.module->shear != nullptr ? next : nullptr;
+    rotary_table(table, s.rotary, T);
+    acts.rotary_T = T;
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Forward and backward
+
+// Everything up to the final LayerNorm.
+static void forward_blocks(const Model& model, Activations& acts, std::span<const int32_t> tokens,
+                           std::span<const int32_t> targets, int64_t B, int64_t T) {
+    const ModelShape& s = model.shape;
+    const int64_t N = B * T, C = s.embed_dim;
+    const ModelTensors p = locate(model, model.parameters.data);
+    copy_to_device(acts.tokens.data, tokens.data(), tokens.size_bytes());
+    copy_to_device(acts.targets.data, targets.data(), targets.size_bytes());
+    update_rotary(s, acts, T);
+
+    embedding_forward(acts.residual[0], p.embedding, acts.tokens.data, N, C);
+    for (size_t l = 0; l < acts.blocks.size(); l++) {
+        const BlockTensors& w = p.blocks[l];
+        const BlockActivations& a = acts.blocks[l];
+        const bool last = l + 1 == acts.blocks.size();
+        if (a.lag_bias != nullptr) lag_bias_table(a.lag_bias, s.lag_bias, w.lag_bias, T);
+        layernorm_forward(a.norm1, a.norm1_mean, a.norm1_rstd, acts.residual[l], w.norm1_weight, w.norm1_bias, N, C);
+        linear_forward(a.qkv, a.norm1, w.qkv_weight, w.qkv_bias, N, C, 3 * C);
+        const AttentionRowStats stats = {acts.entropy, acts.mean_lag};
+        attention_forward(a.attention, a.lse, last && acts.entropy != nullptr ? &stats : nullptr, a.qkv, acts.rotary,
+                          a.lag_bias, acts.workspace, B, T, s.heads, s.head_dim);
+        linear_forward(acts.projection, a.attention, w.out_proj_weight, w.out_proj_bias, N, C, C);
+        residual_forward(a.middle, acts.residual[l], acts.projection, N * C);
+        layernorm_forward(a.norm2, a.norm2_mean, a.norm2_rstd, a.middle, w.norm2_weight, w.norm2_bias, N, C);
+        linear_forward(a.hidden, a.norm2, w.mlp0_weight, w.mlp0_bias, N, C, s.mlp_dim);
+        gelu_forward(a.gelu, a.hidden, N * s.mlp_dim);
+        linear_forward(acts.projection, a.gelu, w.mlp2_weight, w.mlp2_bias, N, s.mlp_dim, C);
+        residual_forward(acts.residual[l + 1], a.middle, acts.projection, N * C);
+    }
+    layernorm_forward(acts.norm, acts.norm_mean, acts.norm_rstd, acts.residual.back(), p.norm_weight, p.norm_bias, N,
+                      C);
+}
+
+static double mean_of(std::span<const float> values) {
+    double sum = 0;
+    for (float x : values) sum += x;
+    return sum / static_cast<double>(values.size());
+}
+
+BatchResult evaluate_batch(const Model& model, Activations& acts, std::span<const int32_t> tokens,
+                           std::span<const int32_t> targets, int64_t B, int64_t T, int64_t scored) {
+    const ModelShape& s = model.shape;
+    const int64_t C = s.embed_dim, V = s.vocab;
+    const ModelTensors p = locate(model, model.parameters.data);
+    forward_blocks(model, acts, tokens, targets, B, T);
+
+    BatchResult result;
+    result.losses.resize(static_cast<size_t>(B * T));
+    Moments logits;
+    double loss_sum = 0;
+    for (int64_t b = 0; b < B; b++)
+        for (int64_t begin = 0; begin < T; begin += kHeadRows) {
+            const int64_t first = b * T + begin, rows = std::min(kHeadRows, T - begin);
+            linear_forward(acts.logits, acts.norm + first * C, p.head_weight, p.head_bias, rows, C, V);
+            cross_entropy(acts.losses + first, nullptr, acts.logits, acts.targets.data + first, 1.0f, rows, V);
+            const int64_t unscored = std::clamp<int64_t>(T - scored - begin, 0, rows);
+            const Moments part = moments(acts.logits + unscored * V, (rows - unscored) * V);
+            logits.sum += part.sum;
+            logits.sum_of_squares += part.sum_of_squares;
+            logits.largest = std::max(logits.largest, part.largest);
+        }
+    copy_to_host(result.losses.data(), acts.losses, result.losses.size() * sizeof(float));
+    for (int64_t b = 0; b < B; b++)
+        for (int64_t t = T - scored; t < T; t++) loss_sum += result.losses[static_cast<size_t>(b * T + t)];
+    result.loss = loss_sum / static_cast<double>(B * scored);
+    const double n = static_cast<double>(B * scored * V);
+    result.logit_std = std::sqrt(std::max(0.0, logits.sum_of_squares - logits.sum * logits.sum / n) / (n - 1));
+    result.logit_abs_max = logits.largest;
+
+    if (acts.entropy != nullptr) {
+        std::vector<float> rows(static_cast<size_t>(B * s.heads * T));
+        copy_to_host(rows.data(), acts.mean_lag, rows.size() * sizeof(float));
+        result.mean_lag = mean_of(rows);
+        copy_to_host(rows.data(), acts.entropy, rows.size() * sizeof(float));
+        result.entropy = mean_of(rows);
+        double support = 0;
+        for (float entropy : rows) support += std::exp(static_cast<double>(entropy));
+        result.effective_support = support / static_cast<double>(rows.size());
+    }
+    return result;
+}
+
+double train_batch(const Model& model, Activations& acts, DeviceArray<float>& gradients,
+                   std::span<const int32_t> tokens, std::span<const int32_t> targets, int64_t B, int64_t T,
+                   double loss_scale) {
+    const ModelShape& s = model.shape;
+    const int64_t N = B * T, C = s.embed_dim, V = s.vocab;
+    const ModelTensors p = locate(model, model.parameters.data);
+    const ModelTensors g = locate(model, gradients.data);
+    float* workspace = acts.workspace;
+    forward_blocks(model, acts, tokens, targets, B, T);
+
+    // The head, a chunk of rows at a time: logits, loss, their gradient in place, and back to the final LayerNorm.
+    const float dloss = static_cast<float>(loss_scale / static_cast<double>(N));
+    for (int64_t begin = 0; begin < N; begin += kHeadRows) {
+        const int64_t rows = std::min(kHeadRows, N - begin);
+        const float* norm = acts.norm + begin * C;
+        linear_forward(acts.logits, norm, p.head_weight, p.head_bias, rows, C, V);
+        cross_entropy(acts.losses + begin, acts.logits, acts.logits, acts.targets.data + begin, dloss, rows, V);
+        linear_backward(acts.dnorm + begin * C, g.head_weight, g.head_bias, acts.logits, norm, p.head_weight, workspace,
+                        rows, C, V);
+    }
+    std::vector<float> losses(static_cast<size_t>(N));
+    copy_to_host(losses.data(), acts.losses, losses.size() * sizeof(float));
+
+    device_zero(acts.dresidual, static_cast<size_t>(N * C) * sizeof(float));
+    layernorm_backward(acts.dresidual, g.norm_weight, g.norm_bias, acts.dnorm, acts.residual.back(), p.norm_weight,
+                       acts.norm_mean, acts.norm_rstd, workspace, N, C);
+    for (size_t l = acts.blocks.size(); l-- > 0;) {
+        const BlockTensors& w = p.blocks[l];
+        const BlockTensors& dw = g.blocks[l];
+        const BlockActivations& a = acts.blocks[l];
+        linear_backward(acts.dhidden, dw.mlp2_weight, dw.mlp2_bias, acts.dresidual, a.gelu, w.mlp2_weight, workspace, N,
+                        s.mlp_dim, C);
+        gelu_backward(acts.dhidden, acts.dhidden, a.hidden, N * s.mlp_dim);
+        linear_backward(acts.dnorm, dw.mlp0_weight, dw.mlp0_bias, acts.dhidden, a.norm2, w.mlp0_weight, workspace, N, C,
+                        s.mlp_dim);
+        layernorm_backward(acts.dresidual, dw.norm2_weight, dw.norm2_bias, acts.dnorm, a.middle, w.norm2_weight,
+                           a.norm2_mean, a.norm2_rstd, workspace, N, C);
+        // dnorm now holds the gradient of the attention output.
+        linear_backward(acts.dnorm, dw.out_proj_weight, dw.out_proj_bias, acts.dresidual, a.attention,
+                        w.out_proj_weight, workspace, N, C, C);
+        attention_backward(acts.dqkv, acts.dlag_bias, acts.dnorm, a.qkv, a.attention, a.lse, acts.rotary, a.lag_bias,
+                           workspace, B, T, s.heads, s.head_dim);
+        if (a.lag_bias != nullptr) lag_bias_table_backward(dw.lag_bias, acts.dlag_bias, s.lag_bias, w.lag_bias, T);
+        linear_backward(acts.dnorm, dw.qkv_weight, dw.qkv_bias, acts.dqkv, a.norm1, w.qkv_weight, workspace, N, C,
+                        3 * C);
+        layernorm_backward(acts.dresidual, dw.norm1_weight, dw.norm1_bias, acts.dnorm, acts.residual[l], w.norm1_weight,
+                           a.norm1_mean, a.norm1_rstd, workspace, N, C);
+    }
+    embedding_backward(g.embedding, acts.dresidual, acts.tokens.data, N, V, C);
+    return mean_of(losses);
+}
+
+std::string first_nonfinite_tensor(const Model& model, const Activations& acts, const DeviceArray<float>* gradients,
+                                   int64_t B, int64_t T) {
+    const ModelShape& s = model.shape;
+    const int64_t N = B * T, C = s.embed_dim;
+    for (const ParameterInfo& info : model.layout)
+        if (first_nonfinite(model.parameters.data + info.offset, info.size) >= 0) return "parameter " + info.name;
+    const auto bad = [](const float* x, int64_t n) { return x != nullptr && first_nonfinite(x, n) >= 0; };
+    if (bad(acts.residual[0], N * C)) return "activation embedding";
+    for (size_t l = 0; l < acts.blocks.size(); l++) {
+        const std::string block = "activation blocks." + std::to_string(l);
+        const BlockActivations& a = acts.blocks[l];
+        if (bad(a.norm1, N * C)) return block + ".norm1";
+        if (bad(a.qkv, N * 3 * C)) return block + ".attn.qkv";
+        if (bad(a.lag_bias, s.heads * T)) return block + ".attn lag-bias table";
+        if (bad(a.attention, N * C)) return block + ".attn";
+        if (bad(a.middle, N * C)) return block + ".attn.out_proj";
+        if (bad(a.norm2, N * C)) return block + ".norm2";
+        if (bad(a.hidden, N * s.mlp_dim)) return block + ".mlp.0";
+        if (bad(a.gelu, N * s.mlp_dim)) return block + ".mlp.1";
+        if (bad(acts.residual[l + 1], N * C)) return block + ".mlp.2";
+    }
+    if (bad(acts.norm, N * C)) return "activation norm";
+    if (bad(acts.losses, N)) return "activation head";
+    // Backward runs from the head to the embedding.
+    if (gradients != nullptr)
+        for (size_t i = model.layout.size(); i-- > 0;)
+            if (first_nonfinite(gradients->data + model.layout[i].offset, model.layout[i].size) >= 0)
+                return "gradient " + model.layout[i].name;
+    return "";
+}
+
+}  // namespace jetlag

@@ -1,0 +1,128 @@
+// The Transformer: parameters, activations, forward, backward. Written against kernels/ops.h alone, so that any
+// backend serves.
+//
+//     x = embedding[tokens]
+//     per block:  x += out_proj(attention(qkv(norm1(x))));  x += mlp.2(gelu(mlp.0(norm2(x))))
+//     logits = head(norm(x))
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "kernels/ops.h"
+#include "models/config.h"
+#include "src/random.h"
+
+namespace jetlag {
+
+// One parameter tensor, at `offset` of the model's parameters. The names are those of the published state dict.
+struct ParameterInfo {
+    std::string name;
+    std::vector<int64_t> shape;
+    int64_t offset = 0;
+    int64_t size = 0;
+    bool takes_part = true;      // false: saved, never updated (a sector of the lag bias that is off)
+    std::vector<float> initial;  // or drawn:
+    double normal_std = 0;       // normal_std * normal(0, 1), if not 0
+    double uniform_bound = 0;    // uniform(-bound, bound), if not 0
+};
+
+struct Model {
+    ModelShape shape;
+    std::vector<ParameterInfo> layout;  // in the order of the state dict, back to back
+    DeviceArray<float> parameters;      // all of them
+    DeviceArray<uint8_t> takes_part;    // one byte per parameter
+};
+
+// A model with all parameters zero.
+Model make_model(const ModelShape& shape);
+
+// Draws the initial parameters as the published PyTorch code does, tensor by tensor in the order of the layout.
+void initialize_model(Model& model, TorchGenerator& generator);
+
+// Named figures of the lag biases (gates, slopes, order masses), averaged over heads, then layers.
+std::vector<std::pair<std::string, double>> lag_bias_summary(const Model& model);
+
+enum class Mode { inference, training };
+
+// What one block keeps. In training every block has its own; in inference all share one.
+struct BlockActivations {
+    float* norm1 = nullptr;       // (N, C)
+    float* norm1_mean = nullptr;  // (N)
+    float* norm1_rstd = nullptr;  // (N)
+    float* qkv = nullptr;         // (N, 3, H, D)
+    float* attention = nullptr;   // (N, C)
+    float* lse = nullptr;         // (B, H, T)
+    float* middle = nullptr;      // (N, C): the residual stream after attention
+    float* norm2 = nullptr;       // (N, C)
+    float* norm2_mean = nullptr;  // (N)
+    float* norm2_rstd = nullptr;  // (N)
+    float* hidden = nullptr;      // (N, mlp_dim), before GELU
+    float* gelu = nullptr;        // (N, mlp_dim); hidden itself in inference
+    float* lag_bias = nullptr;    // (H, T)
+};
+
+// Memory for batches of up to B sequences of up to T tokens.
+struct Activations {
+    Mode mode = Mode::inference;
+    int64_t B = 0, T = 0;
+    DeviceArray<float> memory;     // what the pointers below and the blocks' point into
+    std::vector<float*> residual;  // (N, C) before each block and after the last; inference: all one
+    std::vector<BlockActivations> blocks;
+    float* projection = nullptr;  // (N, C): output of out_proj or mlp.2
+    float* norm = nullptr;        // (N, C): the final LayerNorm
+    float* norm_mean = nullptr;   // (N)
+    float* norm_rstd = nullptr;   // (N)
+    float* logits = nullptr;      // (kHeadRows, V): a chunk of rows at a time
+    float* losses = nullptr;      // (N)
+    float* entropy = nullptr;     // (B, H, T), inference with statistics
+    float* mean_lag = nullptr;    // (B, H, T), inference with statistics
+    float* dresidual = nullptr;   // (N, C), training, as the next ones
+    float* dnorm = nullptr;       // (N, C)
+    float* dhidden = nullptr;     // (N, mlp_dim)
+    float* dqkv = nullptr;        // (N, 3, H, D)
+    float* dlag_bias = nullptr;   // (H, T)
+    float* workspace = nullptr;
+    DeviceArray<int32_t> tokens, targets;  // (N)
+    DeviceArray<float> rotary_memory;
+    RotaryTable rotary;
+    int64_t rotary_T = 0;  // the length that the rotary table is made for; 0: none yet
+};
+
+struct ActivationSizes {
+    int64_t activation_floats = 0, workspace_floats = 0, table_floats = 0;
+};
+ActivationSizes activation_sizes(const ModelShape& shape, int64_t B, int64_t T, Mode mode, bool with_stats);
+
+Activations make_activations(const ModelShape& shape, int64_t B, int64_t T, Mode mode, bool with_stats);
+
+// What a forward pass over one batch says. Means are over all rows of the batch.
+struct BatchResult {
+    double loss = 0;            // mean cross-entropy in nats over the scored targets
+    std::vector<float> losses;  // (B, T), every position, scored or not
+    double logit_std = 0;       // sample standard deviation (n - 1) of all logits of the scored rows
+    double logit_abs_max = 0;   // their largest magnitude
+    // The last block's attention rows (over all heads), if the activations were made with statistics:
+    std::optional<double> entropy;            // in nats
+    std::optional<double> effective_support;  // mean of exp(entropy), in tokens
+    std::optional<double> mean_lag;           // in tokens
+};
+
+// tokens, targets: (B, T). Scores the last `scored` targets of each sequence (T: all of them).
+BatchResult evaluate_batch(const Model& model, Activations& acts, std::span<const int32_t> tokens,
+                           std::span<const int32_t> targets, int64_t B, int64_t T, int64_t scored);
+
+// Forward and backward; gradients += loss_scale * d(mean loss of this batch) / d parameters. Returns the mean loss.
+double train_batch(const Model& model, Activations& acts, DeviceArray<float>& gradients,
+                   std::span<const int32_t> tokens, std::span<const int32_t> targets, int64_t B, int64_t T,
+                   double loss_scale);
+
+// The first tensor, in the order of computation, that holds a NaN or an infinity after train_batch on a batch of
+// B x T: "parameter NAME", "activation NAME" or "gradient NAME"; "" if there is none.
+std::string first_nonfinite_tensor(const Model& model, const Activations& acts, const DeviceArray<float>* gradients,
+                                   int64_t B, int64_t T);
+
+}  // namespace jetlag

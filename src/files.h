@@ -1,0 +1,30 @@
+// Files: atomic replacement, whole-file reads, checksums.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <span>
+#include <string>
+#include <string_view>
+
+namespace jetlag {
+
+// Replaces `path` by `bytes` so that a kill, a full disk or a power cut leaves either the old file or the new
+// one: writes PATH.tmp beside it, fsyncs it, renames it over PATH, fsyncs the folder. On failure the temporary
+// file is removed and the old file is untouched. A symbolic link is followed; what cannot be replaced (a device,
+// a pipe) is written to as it is. Errors name the path and the system's reason.
+void write_file_atomically(const std::filesystem::path& path, std::span<const std::byte> bytes);
+void write_file_atomically(const std::filesystem::path& path, std::string_view text);
+
+// The whole file as a string. Errors name the path and the system's reason.
+std::string read_file(const std::filesystem::path& path);
+
+// Creates the folder and its parents if they are not there. Errors name the path and the system's reason.
+void make_folder(const std::filesystem::path& path);
+
+// SHA-256 in lower-case hex.
+std::string sha256_hex(std::span<const std::byte> bytes);
+std::string sha256_hex(std::string_view text);
+
+}  // namespace jetlag
