@@ -1,0 +1,66 @@
+// A run folder: the resolved configuration, the log, the checkpoint, and the state from which training resumes.
+//
+//     config.yaml              the resolved configuration
+//     initial_eval.json        the held-out losses before the first step
+//     log.csv, log.jsonl       one row, one object per logged step
+//     checkpoint.safetensors   parameters (models/checkpoint.h)
+//     state.safetensors        parameters, Adam moments, step, generator: all that --resume needs, in one file, so that
+//                              a kill between two writes can never leave files that disagree
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <optional>
+#include <string>
+
+#include "models/config.h"
+#include "models/model.h"
+#include "src/random.h"
+
+namespace jetlag {
+
+struct TrainingState {
+    int64_t step = 0;  // optimizer steps taken
+    TorchGenerator generator;
+    DeviceArray<float> m, v;  // AdamW's moments, laid out like the parameters
+};
+
+struct LogRow {
+    int64_t step = 0;                    // numbered from 1
+    double loss = 0;                     // of the step's batch, before its update
+    std::optional<double> heldout_loss;  // after its update
+    double grad_norm = 0;                // before clipping
+    double lr = 0;
+    double tokens_per_second = 0;
+    double percent_of_peak = 0;
+    double seconds = 0;  // of training since the start of this process
+};
+
+std::filesystem::path config_path(const std::filesystem::path& folder);
+std::filesystem::path state_path(const std::filesystem::path& folder);
+std::filesystem::path checkpoint_path(const std::filesystem::path& folder);
+
+// True if the folder holds any file of a run.
+bool holds_a_run(const std::filesystem::path& folder);
+
+// Writes the state, then the checkpoint, each atomically. Errors name the file and say which step the last good
+// state is of.
+void save_run(const std::filesystem::path& folder, const Model& model, const TrainingState& state, const Config& config,
+              const std::string& corpus_sha256);
+
+// The step of the state on disk, or -1 if there is no readable one.
+int64_t saved_step(const std::filesystem::path& folder);
+
+// Reads the state into model and state. Errors (exit code 2) name what differs: a model setting, a training setting
+// that would change the trajectory, the corpus.
+void load_run(const std::filesystem::path& folder, Model& model, TrainingState& state, const Config& config,
+              const std::string& corpus_sha256);
+
+// Starts empty logs, or, when resuming, drops the rows after `step`.
+void start_logs(const std::filesystem::path& folder);
+void truncate_logs(const std::filesystem::path& folder, int64_t step);
+
+// Appends one row to both logs.
+void append_log(const std::filesystem::path& folder, const LogRow& row);
+
+}  // namespace jetlag
