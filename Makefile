@@ -80,10 +80,11 @@ test: all
 	JETLAG_BUILD=$(BUILD) $(TESTS) $(if $(FILTER),--gtest_filter='$(FILTER)')
 
 FORMATTED := $(shell find src kernels models train eval data_prep bench test -name '*.cpp' -o -name '*.h' 2>/dev/null)
+CLANG_FORMAT ?= clang-format
 format:
-	clang-format -i $(FORMATTED)
+	$(CLANG_FORMAT) -i $(FORMATTED)
 check-format:
-	clang-format --dry-run -Werror $(FORMATTED)
+	$(CLANG_FORMAT) --dry-run -Werror $(FORMATTED)
 
 clean:
 	rm -rf $(BUILD)

@@ -91,7 +91,11 @@ Checkpoint load_checkpoint(const std::filesystem::path& given, const std::vector
     std::vector<Setting>& settings = checkpoint.settings;
     const std::string json = metadata_value(file, kMetadataConfig);
     if (!json.empty()) {
-        settings = settings_from_json(json, name);
+        try {
+            settings = settings_from_json(json, name);
+        } catch (const Error& e) {
+            fail("{}", e.what());  // a damaged file, not a bad configuration
+        }
         add_overrides(settings, overrides);
     } else {
         add_overrides(settings, published_settings(file, name));

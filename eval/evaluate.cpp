@@ -1,0 +1,134 @@
+#include "eval/evaluate.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+
+#include "models/windows.h"
+#include "src/error.h"
+
+namespace jetlag {
+
+std::string protocol_text(const Protocol& protocol) {
+    const std::string windows =
+        protocol.windows == Windows::random
+            ? fmt::format("{} random windows (seed {})", protocol.batches * protocol.batch, protocol.seed)
+            : "all disjoint windows in order";
+    const std::string targets =
+        protocol.last_targets == 0
+            ? "every target scored"
+            : fmt::format("the same last {} targets scored at every length", protocol.last_targets);
+    return fmt::format("{}, batches of {}, {}", windows, protocol.batch, targets);
+}
+
+// The starts of all windows of T tokens. With fixed targets the windows end where those of `longest` tokens end.
+static std::vector<int64_t> window_starts(const Protocol& protocol, int64_t tokens, int64_t T, int64_t longest) {
+    const int64_t span = protocol.last_targets > 0 ? longest : T;
+    std::vector<int64_t> starts;
+    if (protocol.windows == Windows::sequential) {
+        for (int64_t n = 0; n < disjoint_windows(tokens, span); n++) starts.push_back(n * span);
+    } else {
+        for (int64_t n = 0; n < protocol.batches; n++) {
+            TorchGenerator generator = make_indexed_generator(protocol.seed, kEvalWindows, static_cast<uint64_t>(n));
+            for (int64_t start : draw_windows(generator, tokens, span, protocol.batch)) starts.push_back(start);
+        }
+    }
+    for (int64_t& start : starts) start += span - T;
+    return starts;
+}
+
+static Evaluation evaluate_at(const Checkpoint& checkpoint, std::span<const uint8_t> part, const Protocol& protocol,
+                              int64_t T, int64_t longest,
+                              const std::function<void(const std::string&, double)>& report) {
+    const Model& model = checkpoint.model;
+    const int64_t scored = protocol.last_targets > 0 ? protocol.last_targets : T;
+    const std::vector<int64_t> starts = window_starts(protocol, static_cast<int64_t>(part.size()), T, longest);
+    const int64_t total = static_cast<int64_t>(starts.size());
+    Activations acts =
+        make_activations(model.shape, std::min(protocol.batch, total), T, Mode::inference, protocol.attention_stats);
+    Evaluation e;
+    e.checkpoint = checkpoint.path.string();
+    e.position = model.shape.position;
+    e.train_seed = checkpoint.config.train.seed;
+    e.train_len = model.shape.train_len;
+    e.max_order = checkpoint.config.model.max_order;
+    e.context = T;
+    e.windows = total;
+    e.targets_scored = total * scored;
+    e.disjoint_windows = disjoint_windows(static_cast<int64_t>(part.size()), T);
+    e.lag_bias = lag_bias_summary(model);
+    // A composed lag bias has an order of its own: that of the last mass it reports.
+    for (const auto& figure : e.lag_bias)
+        if (figure.first.starts_with("fj_mass_r")) e.max_order = std::stoll(figure.first.substr(9));
+    e.loss_at.assign(static_cast<size_t>(T), 0.0);
+    e.count_at.assign(static_cast<size_t>(T), 0);
+
+    const auto start_time = std::chrono::steady_clock::now();
+    double batches = 0, entropy = 0, support = 0, lag = 0;
+    for (int64_t first = 0; first < total; first += protocol.batch) {
+        report(fmt::format("{} at {}", e.checkpoint, T), static_cast<double>(first) / static_cast<double>(total));
+        const int64_t B = std::min(protocol.batch, total - first);
+        const Batch batch =
+            make_batch(part, std::span(starts).subspan(static_cast<size_t>(first), static_cast<size_t>(B)), T);
+        const BatchResult result = evaluate_batch(model, acts, batch.tokens, batch.targets, B, T, scored);
+        if (!std::isfinite(result.loss))
+            fail("{}: the loss at context {} is {}: the first tensor with a NaN or infinity is {}", e.checkpoint, T,
+                 result.loss, first_nonfinite_tensor(model, acts, nullptr, B, T));
+        batches++;
+        e.loss += result.loss;
+        e.logit_std += result.logit_std;
+        e.logit_abs_max += result.logit_abs_max;
+        entropy += result.entropy.value_or(0);
+        support += result.effective_support.value_or(0);
+        lag += result.mean_lag.value_or(0);
+        for (int64_t b = 0; b < B; b++)
+            for (int64_t t = T - scored; t < T; t++) {
+                e.loss_at[static_cast<size_t>(t)] += result.losses[static_cast<size_t>(b * T + t)];
+                e.count_at[static_cast<size_t>(t)]++;
+            }
+    }
+    e.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start_time).count();
+    e.loss /= batches;
+    e.logit_std /= batches;
+    e.logit_abs_max /= batches;
+    e.perplexity = std::exp(std::min(e.loss, 20.0));
+    if (protocol.attention_stats) {
+        e.entropy = entropy / batches;
+        e.effective_support = support / batches;
+        e.mean_lag = lag / batches;
+    }
+    for (size_t t = 0; t < e.loss_at.size(); t++)
+        if (e.count_at[t] > 0) e.loss_at[t] /= static_cast<double>(e.count_at[t]);
+    return e;
+}
+
+std::vector<Evaluation> evaluate_checkpoint(const Checkpoint& checkpoint, const TokenStream& corpus,
+                                            const Protocol& protocol,
+                                            const std::function<void(const std::string&, double)>& report) {
+    const std::span<const uint8_t> part = split_corpus(corpus.tokens, checkpoint.config.data.train_fraction).eval;
+    const int64_t L = checkpoint.model.shape.train_len;
+    std::vector<int64_t> lengths = protocol.contexts;
+    // The training length is evaluated in any case: delta_loss refers to it.
+    if (std::find(lengths.begin(), lengths.end(), L) == lengths.end()) lengths.push_back(L);
+    const int64_t longest = *std::max_element(lengths.begin(), lengths.end());
+    for (int64_t T : lengths) {
+        check_fits(checkpoint.path.string(), "context", T, static_cast<int64_t>(part.size()),
+                   "held-out part of " + corpus.path.string());
+        if (protocol.last_targets > T)
+            fail_usage("{}: --targets last:{} wants at least as many tokens, and {} is {}", checkpoint.path.string(),
+                       protocol.last_targets, T == L ? "the training length" : "a context", T);
+    }
+    std::vector<Evaluation> list;
+    for (int64_t T : lengths) list.push_back(evaluate_at(checkpoint, part, protocol, T, longest, report));
+    double at_L = 0;
+    for (const Evaluation& e : list)
+        if (e.context == L) at_L = e.loss;
+    for (Evaluation& e : list) {
+        e.train_len_loss = at_L;
+        e.delta_loss = e.loss - at_L;
+    }
+    list.resize(protocol.contexts.size());
+    return list;
+}
+
+}  // namespace jetlag

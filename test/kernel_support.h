@@ -1,0 +1,130 @@
+// Helpers of the kernel tests: device memory with a guard behind it, random values, comparisons, and loops over SIMD
+// targets and thread counts.
+#pragma once
+
+#include <gtest/gtest.h>
+#include <hwy/targets.h>
+
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <vector>
+
+#include "kernels/ops.h"
+#include "src/random.h"
+
+namespace jetlag::test {
+
+using Floats = std::vector<float>;
+using Doubles = std::vector<double>;
+
+inline constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+inline constexpr float kInfinity = std::numeric_limits<float>::infinity();
+inline constexpr double kRounding = 0x1p-24;  // the largest relative error of one float rounding
+
+// Device memory of n values of T. What is not given is NaN at first, so that a value that an op forgets to write, or
+// reads before it is written, shows. Behind the values lies a guard that read() finds unchanged.
+template <typename T>
+struct Buffer {
+    static constexpr int64_t kGuard = 64;
+    int64_t size;
+    DeviceArray<T> memory;
+
+    explicit Buffer(const std::vector<T>& values) : size(std::ssize(values)), memory(size + kGuard) {
+        std::vector<T> all = values;
+        all.resize(values.size() + kGuard, guard());
+        copy_to_device(memory.data, all.data(), all.size() * sizeof(T));
+    }
+    explicit Buffer(int64_t n) : Buffer(std::vector<T>(static_cast<size_t>(n), static_cast<T>(kNan))) {}
+
+    static T guard() { return static_cast<T>(-77); }
+    T* data() const { return memory.data; }
+    std::vector<T> read() const {
+        std::vector<T> all(static_cast<size_t>(size + kGuard));
+        copy_to_host(all.data(), memory.data, all.size() * sizeof(T));
+        for (int64_t i = size; i < size + kGuard; i++)
+            EXPECT_EQ(all[static_cast<size_t>(i)], guard()) << "written " << i - size << " values behind the end";
+        all.resize(static_cast<size_t>(size));
+        return all;
+    }
+};
+using FloatBuffer = Buffer<float>;
+using TokenBuffer = Buffer<int32_t>;
+
+// n normal values.
+inline Floats normals(TorchGenerator& generator, int64_t n, float deviation = 1, float mean = 0) {
+    Floats values(static_cast<size_t>(n));
+    fill_normal(generator, values);
+    for (float& value : values) value = mean + deviation * value;
+    return values;
+}
+
+// n tokens in [0, V).
+inline std::vector<int32_t> random_tokens(TorchGenerator& generator, int64_t n, int64_t V) {
+    std::vector<int64_t> values(static_cast<size_t>(n));
+    fill_randint(generator, 0, V, values);
+    return {values.begin(), values.end()};
+}
+
+inline Doubles to_doubles(const Floats& values) {
+    return {values.begin(), values.end()};
+}
+
+template <typename Values>
+double norm(const Values& values) {
+    double sum = 0;
+    for (const double value : values) sum += value * value;
+    return std::sqrt(sum);
+}
+
+// |found - want|, the Euclidean norm; NaN if the sizes differ, so that no bound holds.
+inline double distance(const Floats& found, const Doubles& want) {
+    if (found.size() != want.size()) return kNan;
+    double sum = 0;
+    for (size_t i = 0; i < want.size(); i++) sum += (found[i] - want[i]) * (found[i] - want[i]);
+    return std::sqrt(sum);
+}
+
+// distance / |want|.
+inline double relative_error(const Floats& found, const Doubles& want) {
+    return distance(found, want) / norm(want);
+}
+
+inline bool same_bits(const Floats& a, const Floats& b) {
+    return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0);
+}
+
+// Runs `body` once for every SIMD target that this binary holds and this CPU has, with the ops dispatched to it.
+inline void for_each_simd_target(const std::function<void()>& body) {
+    struct Restore {
+        ~Restore() { hwy::SetSupportedTargetsForTest(0); }
+    } restore;
+    for (const int64_t target : hwy::SupportedAndGeneratedTargets()) {
+        SCOPED_TRACE(hwy::TargetName(target));
+        hwy::SetSupportedTargetsForTest(target);
+        EXPECT_STREQ(simd_target_name(), hwy::TargetName(target));
+        body();
+        hwy::SetSupportedTargetsForTest(0);
+    }
+}
+
+// Runs `op` with 1 to 4 threads; what it returns must be the same bit for bit.
+inline void expect_same_for_every_thread_count(const std::function<std::vector<Floats>()>& op) {
+    struct Restore {
+        int count = thread_count();
+        ~Restore() { set_thread_count(count); }
+    } restore;
+    set_thread_count(1);
+    const std::vector<Floats> want = op();
+    for (int threads = 2; threads <= 4; threads++) {
+        set_thread_count(threads);
+        EXPECT_EQ(thread_count(), threads);
+        const std::vector<Floats> found = op();
+        ASSERT_EQ(found.size(), want.size());
+        for (size_t i = 0; i < want.size(); i++)
+            EXPECT_TRUE(same_bits(found[i], want[i])) << "result " << i << " with " << threads << " threads";
+    }
+}
+
+}  // namespace jetlag::test

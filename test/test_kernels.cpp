@@ -1,0 +1,524 @@
+// The ops without position against the double-precision loops of test/reference/.
+//
+// Tolerances: an op sums at most a few thousand terms of comparable size in float, in several partial sums, whose
+// rounding errors stay under 2e-6 of the result's norm; where a bound is tighter or wider the reason stands there.
+#include <fmt/format.h>
+
+#include <cfloat>
+
+#include "test/kernel_support.h"
+#include "test/reference/reference.h"
+
+namespace jetlag::test {
+namespace {
+
+constexpr double kTolerance = 2e-6;
+
+TEST(Memory, IsZeroedAlignedAndOwned) {
+    for (const size_t bytes : {1, 63, 64, 4096, 100000}) {
+        void* memory = device_alloc(bytes);
+        EXPECT_EQ(reinterpret_cast<uintptr_t>(memory) % 64, 0u);
+        std::vector<unsigned char> found(bytes, 1);
+        copy_to_host(found.data(), memory, bytes);
+        EXPECT_EQ(found, std::vector<unsigned char>(bytes, 0));
+        copy_to_device(memory, std::vector<unsigned char>(bytes, 7).data(), bytes);
+        device_zero(memory, bytes);
+        copy_to_host(found.data(), memory, bytes);
+        EXPECT_EQ(found, std::vector<unsigned char>(bytes, 0));
+        device_free(memory);
+    }
+    device_zero(nullptr, 0);
+    copy_to_device(nullptr, nullptr, 0);
+    copy_to_host(nullptr, nullptr, 0);
+
+    DeviceArray<float> a(5);
+    float* data = a.data;
+    DeviceArray<float> b = std::move(a);
+    EXPECT_EQ(b.data, data);
+    EXPECT_EQ(b.size, 5);
+    EXPECT_EQ(b.bytes(), 20u);
+    DeviceArray<float> c;
+    EXPECT_EQ(c.data, nullptr);
+    c = std::move(b);
+    EXPECT_EQ(c.data, data);
+    EXPECT_EQ(DeviceArray<float>(0).data, nullptr);
+}
+
+TEST(Machine, SaysWhatItIs) {
+    EXPECT_STRNE(backend_name(), "");
+    EXPECT_STRNE(simd_target_name(), "");
+    const int threads = thread_count();
+    EXPECT_GE(threads, 1);
+    set_thread_count(0);
+    EXPECT_EQ(thread_count(), 1);
+    set_thread_count(3);
+    EXPECT_EQ(thread_count(), 3);
+    set_thread_count(threads);
+    // Slower than 10 MFLOP/s or faster than 1 EFLOP/s is no machine but a mistake.
+    EXPECT_GT(measure_peak_flops(), 1e7);
+    EXPECT_LT(measure_peak_flops(), 1e18);
+}
+
+TEST(Embedding, Forward) {
+    TorchGenerator generator = make_generator(1);
+    for (const int64_t V : {3, 256})
+        for (const int64_t N : {1, 7, 1000})
+            for (const int64_t C : {1, 5, 24, 97}) {
+                SCOPED_TRACE(fmt::format("V {} N {} C {}", V, N, C));
+                const Floats weight = normals(generator, V * C);
+                const std::vector<int32_t> tokens = random_tokens(generator, N, V);
+                const FloatBuffer out(N * C), device_weight(weight);
+                embedding_forward(out.data(), device_weight.data(), TokenBuffer(tokens).data(), N, C);
+                EXPECT_EQ(to_doubles(out.read()), reference::embedding_forward(to_doubles(weight), tokens, C));
+            }
+}
+
+TEST(Embedding, Backward) {
+    TorchGenerator generator = make_generator(2);
+    for (const int64_t V : {3, 256})
+        for (const int64_t N : {1, 7, 1000, 3000})
+            for (const int64_t C : {1, 5, 24, 97}) {
+                SCOPED_TRACE(fmt::format("V {} N {} C {}", V, N, C));
+                const Floats dout = normals(generator, N * C), before = normals(generator, V * C);
+                const std::vector<int32_t> tokens = random_tokens(generator, N, V);
+                const FloatBuffer dweight(before);
+                embedding_backward(dweight.data(), FloatBuffer(dout).data(), TokenBuffer(tokens).data(), N, V, C);
+                Doubles want = to_doubles(before);
+                reference::embedding_backward(to_doubles(dout), tokens, C, want);
+                // Sums are in double: two roundings to float, of the sum and of the total.
+                EXPECT_LE(relative_error(dweight.read(), want), 2 * kRounding);
+            }
+}
+
+// The inverse deviation of one row, in double.
+double inverse_deviation(const Doubles& x, int64_t n, int64_t C, double* mean_out) {
+    double mean = 0, variance = 0;
+    for (int64_t c = 0; c < C; c++) mean += x[n * C + c] / static_cast<double>(C);
+    for (int64_t c = 0; c < C; c++) variance += std::pow(x[n * C + c] - mean, 2) / static_cast<double>(C);
+    *mean_out = mean;
+    return 1 / std::sqrt(variance + 1e-5);
+}
+
+TEST(LayerNorm, ForwardAndBackward) {
+    TorchGenerator generator = make_generator(3);
+    for (const int64_t N : {1, 3, 1100})
+        for (const int64_t C : {1, 2, 7, 16, 24, 31, 96, 257})
+            for (const float mean : {0.0f, 10.0f}) {
+                SCOPED_TRACE(fmt::format("N {} C {} mean {}", N, C, mean));
+                // Rounding of the mean, and of x - mean, counts relative to the mean.
+                const double tolerance = kTolerance * (1 + mean);
+                const Floats x = normals(generator, N * C, 1, mean), weight = normals(generator, C);
+                const Floats bias = normals(generator, C), dout = normals(generator, N * C);
+                const Floats dinp_before = normals(generator, N * C), dweight_before = normals(generator, C);
+                const Floats dbias_before = normals(generator, C);
+                const Doubles x64 = to_doubles(x), weight64 = to_doubles(weight), dout64 = to_doubles(dout);
+                const Doubles want_out = reference::layernorm_forward(x64, weight64, to_doubles(bias));
+                Doubles want_dweight = to_doubles(dweight_before), want_dbias = to_doubles(dbias_before);
+                Doubles want_dinp = reference::layernorm_backward(dout64, x64, weight64, want_dweight, want_dbias);
+                // A row of one channel has no variance: its rstd is 1/sqrt(eps) = 316, and dinp is that times zero.
+                for (int64_t i = 0; i < N * C; i++) want_dinp[i] += dinp_before[i];
+
+                for_each_simd_target([&] {
+                    const FloatBuffer inp(x), device_weight(weight), out(N * C), means(N), rstds(N);
+                    layernorm_forward(out.data(), means.data(), rstds.data(), inp.data(), device_weight.data(),
+                                      FloatBuffer(bias).data(), N, C);
+                    EXPECT_LE(relative_error(out.read(), want_out), tolerance);
+                    const Floats found_means = means.read(), found_rstds = rstds.read();
+                    for (int64_t n = 0; n < N; n++) {
+                        double row_mean = 0;
+                        const double rstd = inverse_deviation(x64, n, C, &row_mean);
+                        EXPECT_NEAR(found_means[n], row_mean, 1e-6 * (1 + mean));
+                        EXPECT_NEAR(found_rstds[n] / rstd, 1, 1e-6 * (1 + mean) * rstd * rstd);
+                    }
+
+                    const FloatBuffer dinp(dinp_before), dweight(dweight_before), dbias(dbias_before);
+                    const FloatBuffer workspace(layernorm_workspace_floats(N, C));
+                    layernorm_backward(dinp.data(), dweight.data(), dbias.data(), FloatBuffer(dout).data(), inp.data(),
+                                       device_weight.data(), means.data(), rstds.data(), workspace.data(), N, C);
+                    EXPECT_LE(relative_error(dinp.read(), want_dinp), C == 2 ? 10 * tolerance : tolerance);
+                    EXPECT_LE(relative_error(dweight.read(), want_dweight), tolerance);
+                    EXPECT_LE(relative_error(dbias.read(), want_dbias), kTolerance);
+                    workspace.read();
+                });
+            }
+}
+
+TEST(Linear, ForwardAndBackward) {
+    TorchGenerator generator = make_generator(4);
+    for (const int64_t N : {1, 5, 513, 1300})
+        for (const int64_t C : {1, 3, 24, 97})
+            for (const int64_t OC : {1, 7, 96, 256}) {
+                SCOPED_TRACE(fmt::format("N {} C {} OC {}", N, C, OC));
+                const Floats x = normals(generator, N * C), weight = normals(generator, OC * C);
+                const Floats bias = normals(generator, OC), dout = normals(generator, N * OC);
+                const Floats dweight_before = normals(generator, OC * C), dbias_before = normals(generator, OC);
+                const FloatBuffer inp(x), device_weight(weight), device_dout(dout), out(N * OC);
+                linear_forward(out.data(), inp.data(), device_weight.data(), FloatBuffer(bias).data(), N, C, OC);
+                EXPECT_LE(relative_error(out.read(), reference::linear_forward(to_doubles(x), to_doubles(weight),
+                                                                               to_doubles(bias))),
+                          kTolerance);
+
+                Doubles want_dweight = to_doubles(dweight_before), want_dbias = to_doubles(dbias_before);
+                const Doubles want_dinp = reference::linear_backward(to_doubles(dout), to_doubles(x),
+                                                                     to_doubles(weight), want_dweight, want_dbias);
+                Floats first_dweight;
+                for (const bool with_dinp : {true, false}) {
+                    const FloatBuffer dinp(N * C), dweight(dweight_before), dbias(dbias_before);
+                    const FloatBuffer workspace(linear_workspace_floats(N, C, OC));
+                    linear_backward(with_dinp ? dinp.data() : nullptr, dweight.data(), dbias.data(), device_dout.data(),
+                                    inp.data(), device_weight.data(), workspace.data(), N, C, OC);
+                    if (with_dinp) {
+                        EXPECT_LE(relative_error(dinp.read(), want_dinp), kTolerance);
+                        first_dweight = dweight.read();
+                    }
+                    EXPECT_LE(relative_error(dweight.read(), want_dweight), kTolerance);
+                    EXPECT_LE(relative_error(dbias.read(), want_dbias), kTolerance);
+                    EXPECT_TRUE(same_bits(dweight.read(), first_dweight));
+                    workspace.read();
+                }
+            }
+}
+
+// Every finite value of a dense grid, of both signs: small steps where GELU bends, and every power of two.
+Floats gelu_grid() {
+    Floats grid;
+    for (int i = 0; i <= 14 * 1024; i++) grid.push_back(static_cast<float>(i) / 1024);
+    for (int exponent = -149; exponent <= 127; exponent++)
+        for (const float factor : {1.0f, 1.37f}) grid.push_back(std::ldexp(factor, exponent));
+    grid.push_back(FLT_MAX);
+    const size_t half = grid.size();
+    for (size_t i = 0; i < half; i++) grid.push_back(-grid[i]);
+    return grid;
+}
+
+TEST(Gelu, DenseGrid) {
+    const Floats x = gelu_grid();
+    const int64_t n = std::ssize(x);
+    const Doubles x64 = to_doubles(x), ones(x.size(), 1.0);
+    const Doubles want = reference::gelu_forward(x64), want_derivative = reference::gelu_backward(ones, x64);
+    for_each_simd_target([&] {
+        const FloatBuffer inp(x), out(n), dinp(n);
+        gelu_forward(out.data(), inp.data(), n);
+        gelu_backward(dinp.data(), FloatBuffer(Floats(x.size(), 1.0f)).data(), inp.data(), n);
+        const Floats found = out.read(), derivative = dinp.read();
+        for (size_t i = 0; i < x.size(); i++) {
+            // erf is good to 2.4 units in the last place (1.5e-7 near 1); x/2 (1 + erf) inherits half of that times x.
+            // Below the smallest normal float the spacing is absolute.
+            EXPECT_LE(std::fabs(found[i] - want[i]), 1.5e-7 * std::fabs(x64[i]) + 0x1p-149) << "x = " << x[i];
+            // Values reach 1.13, and two terms, each good to 1.5e-7, are added.
+            EXPECT_LE(std::fabs(derivative[i] - want_derivative[i]), 3e-7) << "x = " << x[i];
+        }
+        EXPECT_EQ(found[0], 0.0f);
+        EXPECT_EQ(found[x.size() / 2], 0.0f);
+        EXPECT_TRUE(std::signbit(x[x.size() / 2]));
+    });
+}
+
+TEST(Gelu, SizesAndAliases) {
+    TorchGenerator generator = make_generator(5);
+    const Floats all = normals(generator, 20001, 2), all_dout = normals(generator, 20001);
+    for_each_simd_target([&] {
+        const FloatBuffer whole_inp(all), whole_out(20001), whole_dinp(20001);
+        gelu_forward(whole_out.data(), whole_inp.data(), 20001);
+        gelu_backward(whole_dinp.data(), FloatBuffer(all_dout).data(), whole_inp.data(), 20001);
+        const Floats want_out = whole_out.read(), want_dinp = whole_dinp.read();
+        for (const int64_t n : {1, 3, 15, 16, 17, 8191, 8192, 8193, 20001}) {
+            SCOPED_TRACE(n);
+            // A value's result does not depend on where it stands: the last n values give the last n results.
+            const FloatBuffer in_place(Floats(all.end() - n, all.end())), inp(Floats(all.end() - n, all.end()));
+            const FloatBuffer dout(Floats(all_dout.end() - n, all_dout.end()));
+            gelu_forward(in_place.data(), in_place.data(), n);
+            EXPECT_TRUE(same_bits(in_place.read(), Floats(want_out.end() - n, want_out.end())));
+            gelu_backward(dout.data(), dout.data(), inp.data(), n);
+            EXPECT_TRUE(same_bits(dout.read(), Floats(want_dinp.end() - n, want_dinp.end())));
+        }
+    });
+}
+
+TEST(Gelu, NothingHidesANanOrAnInfinity) {
+    for_each_simd_target([&] {
+        for (const int64_t at : {0, 15, 16, 36}) {
+            for (const float bad : {kNan, -kNan, kInfinity, -kInfinity}) {
+                Floats x(37, 0.5f);
+                x[static_cast<size_t>(at)] = bad;
+                const FloatBuffer inp(x), out(37), dinp(37);
+                gelu_forward(out.data(), inp.data(), 37);
+                gelu_backward(dinp.data(), FloatBuffer(Floats(37, 1.0f)).data(), inp.data(), 37);
+                const Floats found = out.read(), derivative = dinp.read();
+                for (int64_t i = 0; i < 37; i++) {
+                    EXPECT_EQ(std::isfinite(found[i]), i != at) << bad << " at " << at << ", result " << i;
+                    EXPECT_EQ(std::isfinite(derivative[i]), i != at) << bad << " at " << at << ", result " << i;
+                }
+                if (bad == kInfinity) {
+                    EXPECT_EQ(found[at], kInfinity);
+                }
+            }
+        }
+    });
+}
+
+TEST(Residual, AddsAndMayAliasItsFirstArgument) {
+    TorchGenerator generator = make_generator(6);
+    for (const int64_t n : {1, 7, 64, 100003}) {
+        const Floats a = normals(generator, n), b = normals(generator, n);
+        const FloatBuffer out(n), device_a(a), device_b(b);
+        residual_forward(out.data(), device_a.data(), device_b.data(), n);
+        residual_forward(device_a.data(), device_a.data(), device_b.data(), n);
+        Floats want(a);
+        for (size_t i = 0; i < want.size(); i++) want[i] += b[i];
+        EXPECT_EQ(out.read(), want);
+        EXPECT_EQ(device_a.read(), want);
+        EXPECT_EQ(device_b.read(), b);
+    }
+}
+
+TEST(CrossEntropy, LossAndGradient) {
+    TorchGenerator generator = make_generator(7);
+    for (const int64_t V : {1, 3, 5, 17, 256, 257})
+        for (const int64_t N : {1, 9, 300})
+            for (const float deviation : {1.0f, 30.0f, 1000.0f})
+                for (const float mean : {0.0f, -10000.0f}) {
+                    SCOPED_TRACE(fmt::format("V {} N {} deviation {} mean {}", V, N, deviation, mean));
+                    const Floats logits = normals(generator, N * V, deviation, mean);
+                    const std::vector<int32_t> targets = random_tokens(generator, N, V);
+                    const float scale = 0.375f;
+                    const reference::CrossEntropy want = reference::cross_entropy(to_doubles(logits), targets);
+                    for_each_simd_target([&] {
+                        const TokenBuffer device_targets(targets);
+                        const FloatBuffer device_logits(logits), losses(N), dlogits(N * V), only_losses(N);
+                        cross_entropy(losses.data(), dlogits.data(), device_logits.data(), device_targets.data(), scale,
+                                      N, V);
+                        EXPECT_EQ(device_logits.read(), logits);
+                        const Floats found = losses.read(), gradient = dlogits.read();
+                        for (int64_t n = 0; n < N; n++) {
+                            // Loss: a sum of up to 257 terms, its logarithm, and one addition.
+                            EXPECT_LE(std::fabs(found[n] - want.losses[n]),
+                                      1e-6 + 4 * kRounding * std::fabs(want.losses[n]));
+                            for (int64_t v = 0; v < V; v++)
+                                EXPECT_LE(std::fabs(gradient[n * V + v] -
+                                                    scale * static_cast<double>(N) * want.dlogits[n * V + v]),
+                                          1e-6 * scale);
+                        }
+                        cross_entropy(only_losses.data(), nullptr, device_logits.data(), device_targets.data(), scale,
+                                      N, V);
+                        EXPECT_TRUE(same_bits(only_losses.read(), found));
+                        cross_entropy(losses.data(), device_logits.data(), device_logits.data(), device_targets.data(),
+                                      scale, N, V);
+                        EXPECT_TRUE(same_bits(losses.read(), found));
+                        EXPECT_TRUE(same_bits(device_logits.read(), gradient));
+                    });
+                }
+}
+
+// Small probabilities keep their relative accuracy: the gradient of a logit 60 below the largest is not zero.
+TEST(CrossEntropy, SmallProbabilities) {
+    const int64_t V = 37;
+    Floats logits(static_cast<size_t>(V));
+    for (int64_t v = 0; v < V; v++) logits[static_cast<size_t>(v)] = -2.25f * static_cast<float>(v);
+    const reference::CrossEntropy want = reference::cross_entropy(to_doubles(logits), {0});
+    for_each_simd_target([&] {
+        const FloatBuffer losses(1), dlogits(V);
+        cross_entropy(losses.data(), dlogits.data(), FloatBuffer(logits).data(), TokenBuffer({0}).data(), 1, 1, V);
+        const Floats gradient = dlogits.read();
+        for (int64_t v = 1; v < V; v++) EXPECT_NEAR(gradient[v] / want.dlogits[v], 1, 1e-6) << "logit " << v;
+    });
+}
+
+TEST(CrossEntropy, MaskedAndBadLogits) {
+    for_each_simd_target([&] {
+        for (const int64_t at : {0, 5, 16, 34}) {
+            Floats logits(35, 0.25f);
+            logits[static_cast<size_t>(at)] = -kInfinity;
+            const int32_t target = 7;
+            const FloatBuffer losses(1), dlogits(35);
+            cross_entropy(losses.data(), dlogits.data(), FloatBuffer(logits).data(), TokenBuffer({target}).data(), 1, 1,
+                          35);
+            EXPECT_NEAR(losses.read()[0], std::log(34.0), 1e-6);
+            EXPECT_EQ(dlogits.read()[static_cast<size_t>(at)], 0.0f);
+            EXPECT_NEAR(dlogits.read()[static_cast<size_t>(target)], 1.0 / 34 - 1, 1e-6);
+            for (const float bad : {kNan, kInfinity}) {
+                logits[static_cast<size_t>(at)] = bad;
+                cross_entropy(losses.data(), dlogits.data(), FloatBuffer(logits).data(), TokenBuffer({target}).data(),
+                              1, 1, 35);
+                EXPECT_FALSE(std::isfinite(losses.read()[0])) << bad << " at " << at;
+                EXPECT_FALSE(std::isfinite(dlogits.read()[static_cast<size_t>(at)])) << bad << " at " << at;
+            }
+        }
+    });
+}
+
+// Eight steps on gradients from 0 and 1e-12 (where eps matters) to 1e8.
+TEST(AdamW, FollowsPyTorchsFormula) {
+    TorchGenerator generator = make_generator(8);
+    const int64_t n = 1003;
+    const AdamW settings = {3e-3, 0.9, 0.999, 1e-8, 0.1, 0.5};
+    reference::AdamWSettings reference_settings;
+    reference_settings.weight_decay = settings.weight_decay;
+    const float sizes[] = {0.0f, 1e-12f, 1e-8f, 1.0f, 1e8f};
+    std::vector<uint8_t> takes_part(static_cast<size_t>(n));
+    for (size_t i = 0; i < takes_part.size(); i++) takes_part[i] = i % 3 != 0;
+
+    const Floats initial = normals(generator, n), initial_m = normals(generator, n), initial_v(takes_part.size(), 0.5f);
+    Floats start_m = initial_m, start_v = initial_v;
+    for (size_t i = 0; i < takes_part.size(); i++)
+        if (takes_part[i]) start_m[i] = start_v[i] = 0;
+    const FloatBuffer parameters(initial), m(start_m), v(start_v);
+    Doubles want = to_doubles(initial), want_m(want.size(), 0), want_v(want.size(), 0);
+    for (int64_t step = 1; step <= 8; step++) {
+        Floats gradients = normals(generator, n);
+        Doubles scaled(gradients.size());
+        for (size_t i = 0; i < gradients.size(); i++) {
+            gradients[i] *= sizes[i / 3 % 5];
+            scaled[i] = settings.grad_scale * gradients[i];
+            if (!takes_part[i]) gradients[i] = kNan;
+        }
+        adamw(parameters.data(), m.data(), v.data(), FloatBuffer(gradients).data(), Buffer<uint8_t>(takes_part).data(),
+              settings, step, n);
+        reference::adamw_step(reference_settings, step, want, scaled, want_m, want_v);
+        const Floats found = parameters.read(), found_m = m.read(), found_v = v.read();
+        const double steps = static_cast<double>(step);
+        for (size_t i = 0; i < takes_part.size(); i++) {
+            if (!takes_part[i]) {
+                EXPECT_EQ(found[i], initial[i]);
+                EXPECT_EQ(found_m[i], initial_m[i]);
+                EXPECT_EQ(found_v[i], initial_v[i]);
+                continue;
+            }
+            // Per step a parameter is rounded three times, and lr times a quotient good to eight roundings is added. v
+            // of gradients of 1e-12 is around 1e-27, far from underflow.
+            EXPECT_LE(std::fabs(found[i] - want[i]),
+                      steps * (3 * kRounding * std::max(1.0, std::fabs(want[i])) + 16 * kRounding * settings.lr));
+            const double size = sizes[i / 3 % 5];
+            EXPECT_LE(std::fabs(found_m[i] - want_m[i]), 8 * kRounding * steps * size) << "m at step " << step;
+            EXPECT_LE(std::fabs(found_v[i] - want_v[i]), 8 * kRounding * steps * std::fabs(want_v[i]))
+                << "v at step " << step;
+        }
+    }
+}
+
+TEST(Moments, AgainstSumsInDouble) {
+    TorchGenerator generator = make_generator(9);
+    for (const int64_t n : {0, 1, 5, 16384, 16385, 100001}) {
+        SCOPED_TRACE(n);
+        Floats x = normals(generator, n, 3);
+        if (n > 1) x[static_cast<size_t>(n / 2)] = -100;
+        long double sum = 0, squares = 0, largest = 0;
+        for (const float value : x) {
+            sum += value;
+            squares += static_cast<long double>(value) * value;
+            largest = std::max(largest, std::fabs(static_cast<long double>(value)));
+        }
+        const Moments found = moments(FloatBuffer(x).data(), n);
+        EXPECT_NEAR(found.sum, static_cast<double>(sum), 1e-13 * static_cast<double>(n) * 3);
+        EXPECT_NEAR(found.sum_of_squares, static_cast<double>(squares), 1e-13 * static_cast<double>(squares));
+        EXPECT_EQ(found.largest, static_cast<double>(largest));
+    }
+    Floats x(40000, 1.0f);
+    x[30000] = kNan;
+    EXPECT_TRUE(std::isnan(moments(FloatBuffer(x).data(), 40000).sum));
+    EXPECT_TRUE(std::isnan(moments(FloatBuffer(x).data(), 40000).sum_of_squares));
+    x[30000] = -kInfinity;
+    EXPECT_EQ(moments(FloatBuffer(x).data(), 40000).sum, -kInfinity);
+    EXPECT_EQ(moments(FloatBuffer(x).data(), 40000).largest, kInfinity);
+}
+
+TEST(FirstNonfinite, FindsTheFirst) {
+    for (const int64_t n : {1, 7, 64, 100000})
+        for (const float bad : {kNan, kInfinity, -kInfinity})
+            for (const int64_t at : {int64_t{0}, n / 2, n - 1}) {
+                Floats x(static_cast<size_t>(n), FLT_MAX);
+                EXPECT_EQ(first_nonfinite(FloatBuffer(x).data(), n), -1);
+                x.back() = bad;
+                x[static_cast<size_t>(at)] = bad;
+                EXPECT_EQ(first_nonfinite(FloatBuffer(x).data(), n), at);
+            }
+    EXPECT_EQ(first_nonfinite(nullptr, 0), -1);
+}
+
+// ---- The same bits with any number of threads ----------------------------------------------------------------------
+
+TEST(Determinism, Embedding) {
+    TorchGenerator generator = make_generator(10);
+    const int64_t N = 5000, V = 256, C = 97;
+    const FloatBuffer weight(normals(generator, V * C)), dout(normals(generator, N * C));
+    const TokenBuffer tokens(random_tokens(generator, N, V));
+    expect_same_for_every_thread_count([&] {
+        const FloatBuffer out(N * C), dweight(Floats(static_cast<size_t>(V * C), 0.1f));
+        embedding_forward(out.data(), weight.data(), tokens.data(), N, C);
+        embedding_backward(dweight.data(), dout.data(), tokens.data(), N, V, C);
+        return std::vector<Floats>{out.read(), dweight.read()};
+    });
+}
+
+TEST(Determinism, LayerNorm) {
+    TorchGenerator generator = make_generator(11);
+    const int64_t N = 5001, C = 97;
+    const FloatBuffer x(normals(generator, N * C)), weight(normals(generator, C)), bias(normals(generator, C));
+    const FloatBuffer dout(normals(generator, N * C));
+    const Floats dinp_before = normals(generator, N * C);
+    expect_same_for_every_thread_count([&] {
+        const FloatBuffer out(N * C), mean(N), rstd(N), dinp(dinp_before), dweight(Floats(97, 0.1f));
+        const FloatBuffer dbias(Floats(97, 0.1f)), workspace(layernorm_workspace_floats(N, C));
+        layernorm_forward(out.data(), mean.data(), rstd.data(), x.data(), weight.data(), bias.data(), N, C);
+        layernorm_backward(dinp.data(), dweight.data(), dbias.data(), dout.data(), x.data(), weight.data(), mean.data(),
+                           rstd.data(), workspace.data(), N, C);
+        return std::vector<Floats>{out.read(), mean.read(), rstd.read(), dinp.read(), dweight.read(), dbias.read()};
+    });
+}
+
+TEST(Determinism, Linear) {
+    TorchGenerator generator = make_generator(12);
+    for (const int64_t N : {300, 5001}) {
+        const int64_t C = 96, OC = 131;
+        const FloatBuffer x(normals(generator, N * C)), weight(normals(generator, OC * C));
+        const FloatBuffer bias(normals(generator, OC)), dout(normals(generator, N * OC));
+        expect_same_for_every_thread_count([&] {
+            const FloatBuffer out(N * OC), dinp(N * C), dweight(Floats(static_cast<size_t>(OC * C), 0.1f));
+            const FloatBuffer dbias(Floats(static_cast<size_t>(OC), 0.1f)),
+                workspace(linear_workspace_floats(N, C, OC));
+            linear_forward(out.data(), x.data(), weight.data(), bias.data(), N, C, OC);
+            linear_backward(dinp.data(), dweight.data(), dbias.data(), dout.data(), x.data(), weight.data(),
+                            workspace.data(), N, C, OC);
+            return std::vector<Floats>{out.read(), dinp.read(), dweight.read(), dbias.read()};
+        });
+    }
+}
+
+TEST(Determinism, Elementwise) {
+    TorchGenerator generator = make_generator(13);
+    const int64_t n = 100003;
+    const Floats values = normals(generator, n);
+    const FloatBuffer x(values), y(normals(generator, n));
+    const Buffer<uint8_t> takes_part(std::vector<uint8_t>(static_cast<size_t>(n), 1));
+    expect_same_for_every_thread_count([&] {
+        const FloatBuffer gelu(n), dgelu(n), sum(n), parameters(values), m(Floats(values.size(), 0.0f));
+        const FloatBuffer v(Floats(values.size(), 0.0f));
+        gelu_forward(gelu.data(), x.data(), n);
+        gelu_backward(dgelu.data(), y.data(), x.data(), n);
+        residual_forward(sum.data(), x.data(), y.data(), n);
+        adamw(parameters.data(), m.data(), v.data(), y.data(), takes_part.data(), {3e-3, 0.9, 0.999, 1e-8, 1e-4, 1}, 1,
+              n);
+        return std::vector<Floats>{gelu.read(), dgelu.read(), sum.read(), parameters.read(), m.read(), v.read()};
+    });
+}
+
+TEST(Determinism, CrossEntropyAndMoments) {
+    TorchGenerator generator = make_generator(14);
+    const int64_t N = 2001, V = 256;
+    const FloatBuffer logits(normals(generator, N * V, 3));
+    const TokenBuffer targets(random_tokens(generator, N, V));
+    Moments first;
+    expect_same_for_every_thread_count([&] {
+        const FloatBuffer losses(N), dlogits(N * V);
+        cross_entropy(losses.data(), dlogits.data(), logits.data(), targets.data(), 0.25f, N, V);
+        const Moments found = moments(logits.data(), N * V);
+        if (thread_count() == 1) first = found;
+        EXPECT_EQ(found.sum, first.sum);
+        EXPECT_EQ(found.sum_of_squares, first.sum_of_squares);
+        EXPECT_EQ(found.largest, first.largest);
+        return std::vector<Floats>{losses.read(), dlogits.read()};
+    });
+}
+
+}  // namespace
+}  // namespace jetlag::test
