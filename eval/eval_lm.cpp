@@ -6,6 +6,7 @@
 #include "eval/evaluate.h"
 #include "eval/report.h"
 #include "models/checkpoint.h"
+#include "models/windows.h"
 #include "src/error.h"
 #include "src/files.h"
 #include "src/progress.h"
@@ -87,14 +88,14 @@ int run(int argc, char** argv) {
         Checkpoint checkpoint = load_checkpoint(path, overrides);
         const std::string& corpus = checkpoint.config.data.corpus;
         if (corpus.empty()) fail_usage("{}: data.corpus: not given (give --set data.corpus=PATH)", path);
-        corpora.push_back(open_token_stream(corpus));
-        const bool is_overridden = where_set(checkpoint.settings, "data.corpus").starts_with("--set");
+        const std::string where = where_set(checkpoint.settings, "data.corpus");
+        corpora.push_back(open_corpus(where, corpus));
+        const bool is_overridden = where.starts_with("--set");
         if (!checkpoint.corpus_sha256.empty() && checkpoint.corpus_sha256 != corpora.back().sha256) {
             if (!is_overridden)
                 fail(
                     "{}: was trained on a corpus with SHA-256 {}, but {} has {} now (to evaluate on another corpus, "
-                    "give "
-                    "--set data.corpus=PATH)",
+                    "give --set data.corpus=PATH)",
                     path, checkpoint.corpus_sha256, corpus, corpora.back().sha256);
             fmt::print(stderr, "eval_lm: note: {} was trained on another corpus than {}\n", path, corpus);
         }

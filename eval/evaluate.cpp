@@ -73,7 +73,7 @@ static Evaluation evaluate_at(const Checkpoint& checkpoint, std::span<const uint
         const BatchResult result = evaluate_batch(model, acts, batch.tokens, batch.targets, B, T, scored);
         if (!std::isfinite(result.loss))
             fail("{}: the loss at context {} is {}: the first tensor with a NaN or infinity is {}", e.checkpoint, T,
-                 result.loss, first_nonfinite_tensor(model, acts, nullptr, B, T));
+                 std::fabs(result.loss), first_nonfinite_tensor(model, acts, nullptr, B, T));
         batches++;
         e.loss += result.loss;
         e.logit_std += result.logit_std;

@@ -86,6 +86,9 @@ Checkpoint load_checkpoint(const std::filesystem::path& given, const std::vector
     Checkpoint checkpoint;
     checkpoint.path = std::filesystem::is_directory(given) ? given / "checkpoint.safetensors" : given;
     const std::string name = checkpoint.path.string();
+    if (!std::filesystem::exists(checkpoint.path))
+        fail_usage("{}: {} (wanted a run folder, or a safetensors file)", given.string(),
+                   checkpoint.path == given ? "no such file or folder" : "a folder without checkpoint.safetensors");
     const SafetensorsFile file = read_safetensors(checkpoint.path);
 
     std::vector<Setting>& settings = checkpoint.settings;

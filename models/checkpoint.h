@@ -42,7 +42,8 @@ struct Checkpoint {
 // A file without jetlag's metadata is taken for a state dict of the published PyTorch code: sizes are read from its
 // tensors, and what tensors do not show (model.position, model.heads, train.context) from its metadata (method,
 // num_heads, train_len, rope_base), or from the overrides; an error says which are missing. Every tensor of the model
-// must be there with its shape, and no other.
+// must be there with its shape, and no other. Nothing at the path is bad usage (exit code 2); so is a folder without
+// a checkpoint; a file that is damaged or none of these has exit code 1.
 Checkpoint load_checkpoint(const std::filesystem::path& path, const std::vector<std::string>& overrides);
 
 }  // namespace jetlag

@@ -30,6 +30,14 @@ Batch make_batch(std::span<const uint8_t> part, std::span<const int64_t> starts,
     return batch;
 }
 
+TokenStream open_corpus(const std::string& where, const std::string& corpus) {
+    try {
+        return open_token_stream(corpus);
+    } catch (const Error& e) {
+        fail_usage("{}: data.corpus: {}", where, e.what());
+    }
+}
+
 void check_fits(const std::string& where, const std::string& key, int64_t T, int64_t tokens,
                 const std::string& part_name) {
     if (tokens < tokens_needed(T))

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "src/random.h"
+#include "src/token_stream.h"
 
 namespace jetlag {
 
@@ -26,6 +27,9 @@ struct Batch {
     std::vector<int32_t> tokens, targets;  // (B, T)
 };
 Batch make_batch(std::span<const uint8_t> part, std::span<const int64_t> starts, int64_t T);
+
+// Opens data.corpus; `where` says where the key was set. Errors (exit code 2) name both, the path, and what is wrong.
+TokenStream open_corpus(const std::string& where, const std::string& corpus);
 
 // Exit code 2 if a part is too short for windows of T: `key` names the length, `part_name` the part.
 void check_fits(const std::string& where, const std::string& key, int64_t T, int64_t tokens,

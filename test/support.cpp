@@ -4,7 +4,12 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <csignal>
 #include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <sstream>
+#include <utility>
 
 #include "src/files.h"
 
@@ -35,13 +40,24 @@ std::filesystem::path program_path(const std::string& name) {
     return std::filesystem::path(build != nullptr ? build : "build/cpu") / name;
 }
 
-ProgramResult run_program(const std::string& name, const std::vector<std::string>& arguments,
-                          const std::vector<std::string>& environment) {
-    TemporaryFolder folder;
-    const std::string out = folder.path / "out", err = folder.path / "err";
+RunningProgram::RunningProgram(RunningProgram&& other) noexcept
+    : pid(std::exchange(other.pid, -1)), folder(std::move(other.folder)) {}
+
+RunningProgram::~RunningProgram() {
+    if (pid < 0) return;
+    kill(pid, SIGKILL);
+    waitpid(pid, nullptr, 0);
+}
+
+RunningProgram start_program(const std::string& name, const std::vector<std::string>& arguments,
+                             const std::vector<std::string>& environment, const std::function<void()>& prepare) {
+    RunningProgram running;
+    running.folder = std::make_unique<TemporaryFolder>();
+    const std::string out = running.folder->path / "out", err = running.folder->path / "err";
     const std::string program = program_path(name);
-    const pid_t child = fork();
-    if (child == 0) {
+    running.pid = fork();
+    if (running.pid < 0) throw std::runtime_error("fork failed");
+    if (running.pid == 0) {
         const int in_fd = open("/dev/null", O_RDONLY);
         const int out_fd = open(out.c_str(), O_WRONLY | O_CREAT, 0600);
         const int err_fd = open(err.c_str(), O_WRONLY | O_CREAT, 0600);
@@ -52,13 +68,72 @@ ProgramResult run_program(const std::string& name, const std::vector<std::string
         std::vector<char*> argv = {strdup(program.c_str())};
         for (const std::string& argument : arguments) argv.push_back(strdup(argument.c_str()));
         argv.push_back(nullptr);
+        if (prepare) prepare();
         execv(program.c_str(), argv.data());
         _exit(127);
     }
+    return running;
+}
+
+bool is_running(RunningProgram& program) {
+    siginfo_t info = {};
+    return waitid(P_PID, static_cast<id_t>(program.pid), &info, WEXITED | WNOHANG | WNOWAIT) == 0 && info.si_pid == 0;
+}
+
+ProgramResult wait_for_program(RunningProgram& program) {
     int status = 0;
-    waitpid(child, &status, 0);
+    waitpid(program.pid, &status, 0);
+    program.pid = -1;
     const int code = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
-    return {code, read_file(out), read_file(err)};
+    const auto text = [&](const char* name) {
+        const std::filesystem::path file = program.folder->path / name;
+        return std::filesystem::exists(file) ? read_file(file) : "";
+    };
+    return {code, text("out"), text("err")};
+}
+
+ProgramResult run_program(const std::string& name, const std::vector<std::string>& arguments,
+                          const std::vector<std::string>& environment) {
+    RunningProgram program = start_program(name, arguments, environment);
+    return wait_for_program(program);
+}
+
+int64_t peak_resident_bytes(const RunningProgram& program) {
+    std::ifstream status("/proc/" + std::to_string(program.pid) + "/status");
+    for (std::string line; std::getline(status, line);)
+        if (line.starts_with("VmHWM:")) return std::atoll(line.c_str() + 6) * 1024;
+    return 0;
+}
+
+void expect_error(const ProgramResult& result, const std::string& name, int exit_code,
+                  const std::vector<std::string>& parts) {
+    EXPECT_EQ(result.exit_code, exit_code) << result.err;
+    EXPECT_TRUE(result.err.starts_with(name + ": error: ")) << result.err;
+    EXPECT_EQ(lines_of(result.err).size(), 1u) << result.err;
+    EXPECT_TRUE(result.err.ends_with('\n')) << result.err;
+    for (const std::string& part : parts)
+        EXPECT_NE(result.err.find(part), std::string::npos) << result.err << "has no: " << part;
+}
+
+bool is_fast_build() {
+#if !defined(__OPTIMIZE__) || defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+    return false;
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
+    return false;
+#else
+    return true;
+#endif
+#else
+    return true;
+#endif
+}
+
+std::vector<std::string> lines_of(const std::string& text) {
+    std::vector<std::string> lines;
+    std::istringstream stream(text);
+    for (std::string line; std::getline(stream, line);) lines.push_back(line);
+    return lines;
 }
 
 }  // namespace jetlag::test

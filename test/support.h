@@ -3,7 +3,12 @@
 
 #include <gtest/gtest.h>
 
+#include <sys/types.h>
+
+#include <cstdint>
 #include <filesystem>
+#include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -40,5 +45,36 @@ struct ProgramResult {
 std::filesystem::path program_path(const std::string& name);
 ProgramResult run_program(const std::string& name, const std::vector<std::string>& arguments,
                           const std::vector<std::string>& environment = {});
+
+// The same in two steps, for what happens to a program while it runs (kill(program.pid, SIGTERM)). `prepare` is called
+// in the child before the program starts: resource limits, ignored signals, another stderr. A program that nobody
+// waited for is killed at the end of the scope.
+struct RunningProgram {
+    pid_t pid = -1;
+    std::unique_ptr<TemporaryFolder> folder;  // what it writes to stdout and stderr
+    RunningProgram() = default;
+    RunningProgram(RunningProgram&& other) noexcept;
+    RunningProgram& operator=(RunningProgram&& other) = delete;
+    ~RunningProgram();
+};
+RunningProgram start_program(const std::string& name, const std::vector<std::string>& arguments,
+                             const std::vector<std::string>& environment = {},
+                             const std::function<void()>& prepare = {});
+bool is_running(RunningProgram& program);
+ProgramResult wait_for_program(RunningProgram& program);
+
+// The largest resident memory of the program so far, in bytes; 0 if it has ended.
+int64_t peak_resident_bytes(const RunningProgram& program);
+
+// Expects a program that failed with this exit code and wrote to stderr the one line "NAME: error: ..." which holds
+// every one of `parts`.
+void expect_error(const ProgramResult& result, const std::string& name, int exit_code,
+                  const std::vector<std::string>& parts);
+
+// Whether the tests are built with optimisation and without a sanitizer, so that speed and memory can be judged.
+bool is_fast_build();
+
+// The lines of a text, without their line breaks; what follows the last line break counts if it is not empty.
+std::vector<std::string> lines_of(const std::string& text);
 
 }  // namespace jetlag::test

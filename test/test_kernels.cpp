@@ -172,7 +172,8 @@ TEST(Linear, ForwardAndBackward) {
                         first_dweight = dweight.read();
                     }
                     EXPECT_LE(relative_error(dweight.read(), want_dweight), kTolerance);
-                    EXPECT_LE(relative_error(dbias.read(), want_dbias), kTolerance);
+                    // With few channels the sum over rows may cancel; its error is relative to the terms.
+                    EXPECT_LE(distance(dbias.read(), want_dbias), kTolerance * norm(dout));
                     EXPECT_TRUE(same_bits(dweight.read(), first_dweight));
                     workspace.read();
                 }
@@ -318,7 +319,8 @@ TEST(CrossEntropy, SmallProbabilities) {
     const reference::CrossEntropy want = reference::cross_entropy(to_doubles(logits), {0});
     for_each_simd_target([&] {
         const FloatBuffer losses(1), dlogits(V);
-        cross_entropy(losses.data(), dlogits.data(), FloatBuffer(logits).data(), TokenBuffer({0}).data(), 1, 1, V);
+        cross_entropy(losses.data(), dlogits.data(), FloatBuffer(logits).data(),
+                      TokenBuffer(std::vector<int32_t>{0}).data(), 1, 1, V);
         const Floats gradient = dlogits.read();
         for (int64_t v = 1; v < V; v++) EXPECT_NEAR(gradient[v] / want.dlogits[v], 1, 1e-6) << "logit " << v;
     });
@@ -331,15 +333,15 @@ TEST(CrossEntropy, MaskedAndBadLogits) {
             logits[static_cast<size_t>(at)] = -kInfinity;
             const int32_t target = 7;
             const FloatBuffer losses(1), dlogits(35);
-            cross_entropy(losses.data(), dlogits.data(), FloatBuffer(logits).data(), TokenBuffer({target}).data(), 1, 1,
-                          35);
+            cross_entropy(losses.data(), dlogits.data(), FloatBuffer(logits).data(),
+                          TokenBuffer(std::vector<int32_t>{target}).data(), 1, 1, 35);
             EXPECT_NEAR(losses.read()[0], std::log(34.0), 1e-6);
             EXPECT_EQ(dlogits.read()[static_cast<size_t>(at)], 0.0f);
             EXPECT_NEAR(dlogits.read()[static_cast<size_t>(target)], 1.0 / 34 - 1, 1e-6);
             for (const float bad : {kNan, kInfinity}) {
                 logits[static_cast<size_t>(at)] = bad;
-                cross_entropy(losses.data(), dlogits.data(), FloatBuffer(logits).data(), TokenBuffer({target}).data(),
-                              1, 1, 35);
+                cross_entropy(losses.data(), dlogits.data(), FloatBuffer(logits).data(),
+                              TokenBuffer(std::vector<int32_t>{target}).data(), 1, 1, 35);
                 EXPECT_FALSE(std::isfinite(losses.read()[0])) << bad << " at " << at;
                 EXPECT_FALSE(std::isfinite(dlogits.read()[static_cast<size_t>(at)])) << bad << " at " << at;
             }

@@ -93,9 +93,9 @@ static bool may_change(const std::string& key, const Config& config) {
 }
 
 static void check_same_config(const std::string& saved_json, const Config& config, const std::string& name) {
-    const json saved = json::parse(saved_json, nullptr, false).flatten();
-    const json now = json::parse(config_json(config)).flatten();
-    if (saved.is_discarded()) fail("{}: the configuration in its metadata is not JSON", name);
+    const json parsed = json::parse(saved_json, nullptr, false);
+    if (!parsed.is_object()) fail("{}: the configuration in its metadata is not a JSON object", name);
+    const json saved = parsed.flatten(), now = json::parse(config_json(config)).flatten();
     std::vector<std::string> keys;
     for (const json* side : {&saved, &now})
         for (const auto& item : side->items()) keys.push_back(item.key());

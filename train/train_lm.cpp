@@ -146,7 +146,7 @@ std::string last_good(const std::filesystem::path& folder) {
 int train(const Config& config, const std::vector<Setting>& settings, const std::filesystem::path& folder,
           bool resume) {
     if (config.data.corpus.empty()) fail_usage("data.corpus: not given (wanted the path of a token stream)");
-    const TokenStream corpus = open_token_stream(config.data.corpus);
+    const TokenStream corpus = open_corpus(where_set(settings, "data.corpus"), config.data.corpus);
     const CorpusParts parts = split_corpus(corpus.tokens, config.data.train_fraction);
     check_lengths(config, settings, parts);
 
@@ -208,10 +208,11 @@ int train(const Config& config, const std::vector<Setting>& settings, const std:
         save_run(folder, model, state, config, corpus.sha256);
         saved = state.step;
     };
-    const auto diverged = [&](const std::string& what, const DeviceArray<float>* with_gradients) {
+    // Callers take the magnitude of what they found: the sign of a NaN means nothing.
+    const auto diverged = [&](int64_t step, const std::string& what, const DeviceArray<float>* with_gradients) {
         clear_progress(progress);
         const std::string tensor = first_nonfinite_tensor(model, acts, with_gradients, B, T);
-        fail("step {}: {}; the first tensor with a NaN or infinity is {}; {}", state.step + 1, what,
+        fail("step {}: {}; the first tensor with a NaN or infinity is {}; {}", step, what,
              tensor.empty() ? "none (the sum overflowed)" : tensor, last_good(folder));
     };
 
@@ -229,11 +230,12 @@ int train(const Config& config, const std::vector<Setting>& settings, const std:
                 parts.train, std::span(starts).subspan(static_cast<size_t>(pass * B), static_cast<size_t>(B)), T);
             const double loss = train_batch(model, acts, gradients, batch.tokens, batch.targets, B, T,
                                             1 / static_cast<double>(t.accumulate));
-            if (!std::isfinite(loss)) diverged(fmt::format("the loss is {}", loss), nullptr);
+            if (!std::isfinite(loss)) diverged(step, fmt::format("the loss is {}", std::fabs(loss)), nullptr);
             row.loss += loss / static_cast<double>(t.accumulate);
         }
         row.grad_norm = std::sqrt(moments(gradients.data, gradients.size).sum_of_squares);
-        if (!std::isfinite(row.grad_norm)) diverged(fmt::format("the gradient norm is {}", row.grad_norm), &gradients);
+        if (!std::isfinite(row.grad_norm))
+            diverged(step, fmt::format("the gradient norm is {}", std::fabs(row.grad_norm)), &gradients);
         row.lr = learning_rate(t, step);
         const double clip = t.grad_clip > 0 && row.grad_norm > t.grad_clip ? t.grad_clip / row.grad_norm : 1;
         adamw(model.parameters.data, state.m.data, state.v.data, gradients.data, model.takes_part.data,
@@ -266,7 +268,7 @@ int train(const Config& config, const std::vector<Setting>& settings, const std:
         }
         if (last || caught_signal != 0 || (t.save_every > 0 && step % t.save_every == 0)) {
             if (!std::isfinite(moments(model.parameters.data, model.parameters.size).sum_of_squares))
-                diverged("the update made a parameter NaN or infinite", nullptr);
+                diverged(step, "the update made a parameter NaN or infinite", nullptr);
             save();
         }
         other_seconds += seconds_since(after);

@@ -247,7 +247,8 @@ void forward_rows(const PackedHead& head, int64_t tile, const ForwardRows& resul
         for (int64_t c = 0; c < head.D; c++) out_row[c] = out[c * rows + r] * inverse;
         result.lse[i0 + r] = total == 0 ? -infinity : largest_row[r] + std::log(total);
         if (with_stats) {
-            result.entropy[i0 + r] = total == 0 ? 0 : std::max(0.0f, std::log(total) - sum_es_row[r] * inverse);
+            // max(NaN, 0) is NaN, max(0, NaN) would be 0.
+            result.entropy[i0 + r] = total == 0 ? 0 : std::max(std::log(total) - sum_es_row[r] * inverse, 0.0f);
             result.mean_lag[i0 + r] = sum_ed_row[r] * inverse;
         }
     }
