@@ -1,6 +1,7 @@
 // eval_lm: evaluates checkpoints at several context lengths, side by side.
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <chrono>
 #include <cstdio>
 
 #include "eval/evaluate.h"
@@ -118,14 +119,26 @@ int run(int argc, char** argv) {
     protocol.attention_stats = stats;
 
     Progress progress = make_progress();
+    const auto start = std::chrono::steady_clock::now();
+    double all_work = 0, work_before = 0;
+    for (size_t i = 0; i < loaded.size(); i++) all_work += evaluation_work(loaded[i], corpora[i], protocol);
     std::vector<Evaluation> list;
     for (size_t i = 0; i < loaded.size(); i++) {
-        if (!progress.is_terminal && loaded.size() > 1) {
-            fmt::print(stderr, "evaluating {} ({} of {})\n", loaded[i].path.string(), i + 1, loaded.size());
-            std::fflush(stderr);
-        }
-        const auto report = [&](const std::string& what, double share) { draw_progress(progress, what, share, ""); };
+        int64_t announced = 0;
+        const auto report = [&](int64_t context, double work) {
+            const double share = (work_before + work) / all_work;
+            const double elapsed = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+            const std::string left = share > 0 ? duration_text(elapsed / share - elapsed) : "?";
+            draw_progress(progress, fmt::format("{} at {}", checkpoints[i], context), share, "left " + left);
+            if (!progress.is_terminal && context != announced) {
+                fmt::print(stderr, "evaluating {} at {}, {:.0f}% done, left {}\n", checkpoints[i], context, 100 * share,
+                           left);
+                std::fflush(stderr);
+            }
+            announced = context;
+        };
         for (Evaluation& e : evaluate_checkpoint(loaded[i], corpora[i], protocol, report)) list.push_back(std::move(e));
+        work_before += evaluation_work(loaded[i], corpora[i], protocol);
     }
     clear_progress(progress);
     fmt::print("{}", evaluation_table(list, protocol));

@@ -37,9 +37,17 @@ static std::vector<int64_t> window_starts(const Protocol& protocol, int64_t toke
     return starts;
 }
 
+// The lengths of a protocol, and the training length in any case: delta_loss refers to it.
+static std::vector<int64_t> lengths_of(const Checkpoint& checkpoint, const Protocol& protocol) {
+    std::vector<int64_t> lengths = protocol.contexts;
+    const int64_t L = checkpoint.model.shape.train_len;
+    if (std::find(lengths.begin(), lengths.end(), L) == lengths.end()) lengths.push_back(L);
+    return lengths;
+}
+
 static Evaluation evaluate_at(const Checkpoint& checkpoint, std::span<const uint8_t> part, const Protocol& protocol,
-                              int64_t T, int64_t longest,
-                              const std::function<void(const std::string&, double)>& report) {
+                              int64_t T, int64_t longest, double work_before,
+                              const std::function<void(int64_t, double)>& report) {
     const Model& model = checkpoint.model;
     const int64_t scored = protocol.last_targets > 0 ? protocol.last_targets : T;
     const std::vector<int64_t> starts = window_starts(protocol, static_cast<int64_t>(part.size()), T, longest);
@@ -66,7 +74,7 @@ static Evaluation evaluate_at(const Checkpoint& checkpoint, std::span<const uint
     const auto start_time = std::chrono::steady_clock::now();
     double batches = 0, entropy = 0, support = 0, lag = 0;
     for (int64_t first = 0; first < total; first += protocol.batch) {
-        report(fmt::format("{} at {}", e.checkpoint, T), static_cast<double>(first) / static_cast<double>(total));
+        report(T, work_before + static_cast<double>(first) * forward_flops(model.shape, 1, T));
         const int64_t B = std::min(protocol.batch, total - first);
         const Batch batch =
             make_batch(part, std::span(starts).subspan(static_cast<size_t>(first), static_cast<size_t>(B)), T);
@@ -102,14 +110,25 @@ static Evaluation evaluate_at(const Checkpoint& checkpoint, std::span<const uint
     return e;
 }
 
+double evaluation_work(const Checkpoint& checkpoint, const TokenStream& corpus, const Protocol& protocol) {
+    const int64_t tokens =
+        static_cast<int64_t>(split_corpus(corpus.tokens, checkpoint.config.data.train_fraction).eval.size());
+    const std::vector<int64_t> lengths = lengths_of(checkpoint, protocol);
+    const int64_t longest = *std::max_element(lengths.begin(), lengths.end());
+    double work = 0;
+    for (int64_t T : lengths)
+        if (tokens >= tokens_needed(longest))
+            work += static_cast<double>(window_starts(protocol, tokens, T, longest).size()) *
+                    forward_flops(checkpoint.model.shape, 1, T);
+    return work;
+}
+
 std::vector<Evaluation> evaluate_checkpoint(const Checkpoint& checkpoint, const TokenStream& corpus,
                                             const Protocol& protocol,
-                                            const std::function<void(const std::string&, double)>& report) {
+                                            const std::function<void(int64_t, double)>& report) {
     const std::span<const uint8_t> part = split_corpus(corpus.tokens, checkpoint.config.data.train_fraction).eval;
     const int64_t L = checkpoint.model.shape.train_len;
-    std::vector<int64_t> lengths = protocol.contexts;
-    // The training length is evaluated in any case: delta_loss refers to it.
-    if (std::find(lengths.begin(), lengths.end(), L) == lengths.end()) lengths.push_back(L);
+    const std::vector<int64_t> lengths = lengths_of(checkpoint, protocol);
     const int64_t longest = *std::max_element(lengths.begin(), lengths.end());
     for (int64_t T : lengths) {
         check_fits(checkpoint.path.string(), "context", T, static_cast<int64_t>(part.size()),
@@ -119,7 +138,11 @@ std::vector<Evaluation> evaluate_checkpoint(const Checkpoint& checkpoint, const 
                        protocol.last_targets, T == L ? "the training length" : "a context", T);
     }
     std::vector<Evaluation> list;
-    for (int64_t T : lengths) list.push_back(evaluate_at(checkpoint, part, protocol, T, longest, report));
+    double work = 0;
+    for (int64_t T : lengths) {
+        list.push_back(evaluate_at(checkpoint, part, protocol, T, longest, work, report));
+        work += static_cast<double>(list.back().windows) * forward_flops(checkpoint.model.shape, 1, T);
+    }
     double at_L = 0;
     for (const Evaluation& e : list)
         if (e.context == L) at_L = e.loss;

@@ -49,11 +49,14 @@ struct Evaluation {
     std::vector<int64_t> count_at;  // and how many targets of that position were scored
 };
 
-// One Evaluation per length of the protocol, in its order. `report` is called before each batch with what is being
-// done and the share that is done. Errors: a length that the held-out part cannot hold; more last targets than the
+// The arithmetic of evaluating a checkpoint under a protocol, in floating-point operations: for time left.
+double evaluation_work(const Checkpoint& checkpoint, const TokenStream& corpus, const Protocol& protocol);
+
+// One Evaluation per length of the protocol, in its order. `report` is called before each batch with the length and
+// the work that is done so far. Errors: a length that the held-out part cannot hold; more last targets than the
 // shortest length has.
 std::vector<Evaluation> evaluate_checkpoint(const Checkpoint& checkpoint, const TokenStream& corpus,
                                             const Protocol& protocol,
-                                            const std::function<void(const std::string&, double)>& report);
+                                            const std::function<void(int64_t, double)>& report);
 
 }  // namespace jetlag

@@ -223,17 +223,15 @@ void draw_plot(const std::filesystem::path& svg, const std::vector<Evaluation>& 
     for (const Evaluation& e : list)
         if (std::find(checkpoints.begin(), checkpoints.end(), e.checkpoint) == checkpoints.end())
             checkpoints.push_back(e.checkpoint);
-    // gnuplot writes to its standard output, which goes to a file beside the target and is then moved into place.
-    const std::filesystem::path drawn = svg.string() + ".tmp";
-    std::string script = "set terminal svg size 900,560 dynamic background rgb 'white' font 'sans-serif,14'\n";
+    const std::filesystem::path drawn = svg.string() + ".tmp";  // moved into place when it is whole
+    const char* const colours[] = {"#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000"};
+    std::string script = "set terminal svg size 900,600 dynamic background rgb 'white' font 'sans-serif,13'\n";
     script += "set output " + plot_text(drawn.string()) + "\n";
-    script += "set title " +
-              plot_text(fmt::format("Held-out loss against context length: {}", protocol_text(protocol))) +
-              " noenhanced font ',12'\n";
+    // The one text in double quotes, for the line break; nothing in it comes from the user.
+    script += "set title \"Held-out loss against context length\\n" + protocol_text(protocol) + "\" noenhanced\n";
     script += "set xlabel 'context length (tokens)'\nset ylabel 'loss (nats per token)'\nset logscale x 2\n";
-    script +=
-        "set key outside right noenhanced\nset grid lc rgb '#dddddd'\nset offsets graph 0.02, graph 0.02, graph 0.05, "
-        "graph 0.05\n";
+    script += "set key below noenhanced width 2\nset grid lc rgb '#dddddd'\n";
+    script += "set offsets graph 0.02, graph 0.02, graph 0.05, graph 0.05\n";
     std::vector<int64_t> contexts;
     for (const Evaluation& e : list) contexts.push_back(e.context);
     std::sort(contexts.begin(), contexts.end());
@@ -245,19 +243,24 @@ void draw_plot(const std::filesystem::path& svg, const std::vector<Evaluation>& 
     for (size_t i = 0; i < checkpoints.size(); i++) {
         std::vector<std::pair<int64_t, double>> points;
         std::string position;
+        size_t same_position = 0;
         for (const Evaluation& e : list)
             if (e.checkpoint == checkpoints[i]) {
                 points.push_back({e.context, e.loss});
                 position = e.position;
             }
+        for (const Evaluation& e : list)
+            if (e.position == position && e.checkpoint != checkpoints[i]) same_position++;
         std::sort(points.begin(), points.end());
         script += fmt::format("$data{} << EOD\n", i);
         for (const auto& [context, loss] : points) script += fmt::format("{} {}\n", context, loss);
         script += "EOD\n";
         const std::string title =
-            checkpoints.size() > 1 ? fmt::format("{} ({})", position, short_name(checkpoints[i])) : position;
-        plots += fmt::format("{}$data{} using 1:2 with linespoints lw 2 pt 7 ps 0.6 title {}", i > 0 ? ", " : "", i,
-                             plot_text(title));
+            same_position > 0 ? fmt::format("{} ({})", position, short_name(checkpoints[i])) : position;
+        // Lines that lie on each other still show: later ones are thinner and dashed.
+        plots += fmt::format("{}$data{} using 1:2 with linespoints lw {} dt {} pt {} ps 0.7 lc rgb '{}' title {}",
+                             i > 0 ? ", " : "", i, i % 2 == 0 ? 3 : 2, i % 2 == 0 ? 1 : 2, 5 + i % 4 * 2,
+                             colours[i % std::size(colours)], plot_text(title));
     }
     script += "plot " + plots + "\n";
 

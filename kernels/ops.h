@@ -1,7 +1,8 @@
 // The contract of every op. A backend (kernels/cpu/, later kernels/cuda/) implements all of them; which one a
 // program has is decided when linking.
 //
-// Pointers are device memory of the backend (for the CPU: plain memory), float32 and contiguous unless said. Shapes:
+// Pointers are device memory of the backend (for the CPU: plain memory), float32 and contiguous unless said; workspaces
+// are aligned as device_alloc aligns. Shapes:
 // B batch, T tokens, N = B T rows, C channels, OC output channels, H heads, D = C / H head dim, V vocabulary, P rotary
 // pairs.
 //

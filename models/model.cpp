@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <new>
 
 #include "src/error.h"
 
@@ -86,9 +87,14 @@ Model make_model(const ModelShape& shape) {
     model.shape = shape;
     model.layout = make_layout(shape);
     const int64_t count = model.layout.back().offset + model.layout.back().size;
-    model.parameters = DeviceArray<float>(count);
-    model.takes_part = DeviceArray<uint8_t>(count);
-    std::vector<uint8_t> mask(static_cast<size_t>(count));
+    std::vector<uint8_t> mask;
+    try {
+        model.parameters = DeviceArray<float>(count);
+        model.takes_part = DeviceArray<uint8_t>(count);
+        mask.resize(static_cast<size_t>(count));
+    } catch (const std::bad_alloc&) {
+        fail("no memory for a model of {} parameters", count);
+    }
     for (const ParameterInfo& info : model.layout)
         std::fill_n(mask.begin() + info.offset, info.size, static_cast<uint8_t>(info.takes_part));
     copy_to_device(model.takes_part.data, mask.data(), mask.size());
@@ -263,7 +269,22 @@ ActivationSizes activation_sizes(const ModelShape& shape, int64_t B, int64_t T, 
     return sizes;
 }
 
-Activations make_activations(const ModelShape& shape, int64_t B, int64_t T, Mode mode, bool with_stats) {
+static double batch_flops(const ModelShape& s, int64_t B, int64_t T, double per_weight, double per_channel) {
+    const double C = static_cast<double>(s.embed_dim), mlp = static_cast<double>(s.mlp_dim);
+    const double weights = static_cast<double>(s.layers) * (4 * C * C + 2 * C * mlp) + C * static_cast<double>(s.vocab);
+    const double tokens = static_cast<double>(B) * static_cast<double>(T),
+                 pairs = tokens * static_cast<double>(T + 1) / 2;
+    return per_weight * weights * tokens + static_cast<double>(s.layers) * per_channel * C * pairs;
+}
+
+double forward_flops(const ModelShape& shape, int64_t B, int64_t T) {
+    return batch_flops(shape, B, T, 2, 4);
+}
+double training_flops(const ModelShape& shape, int64_t B, int64_t T) {
+    return batch_flops(shape, B, T, 6, 14);
+}
+
+Activations make_activations(const ModelShape& shape, int64_t B, int64_t T, Mode mode, bool with_stats) try {
     Activations acts;
     acts.mode = mode;
     acts.B = B;
@@ -275,6 +296,13 @@ Activations make_activations(const ModelShape& shape, int64_t B, int64_t T, Mode
     acts.targets = DeviceArray<int32_t>(B * T);
     acts.rotary_memory = DeviceArray<float>(rotary_floats(shape, T));
     return acts;
+} catch (const std::bad_alloc&) {
+    const ActivationSizes sizes = activation_sizes(shape, B, T, mode, with_stats);
+    const double floats = static_cast<double>(sizes.activation_floats + sizes.table_floats + sizes.workspace_floats);
+    fail(
+        "no memory for a batch of {} x {} tokens: {:.0f} MiB wanted (fewer windows at a time need less: "
+        "train.accumulate, eval.batch)",
+        B, T, floats * 4 / 1048576);
 }
 
 // The rotary table depends on T (pi, ntk and yarn stretch with it) and on nothing that is learned.

@@ -37,7 +37,7 @@ struct Model {
     DeviceArray<uint8_t> takes_part;    // one byte per parameter
 };
 
-// A model with all parameters zero.
+// A model with all parameters zero. Errors: no memory, saying how much was wanted.
 Model make_model(const ModelShape& shape);
 
 // Draws the initial parameters as the published PyTorch code does, tensor by tensor in the order of the layout.
@@ -97,6 +97,12 @@ struct ActivationSizes {
 };
 ActivationSizes activation_sizes(const ModelShape& shape, int64_t B, int64_t T, Mode mode, bool with_stats);
 
+// The arithmetic of a batch of B sequences of T tokens, a multiply-add counted as two operations: 2 per weight and
+// token in the dense layers and 4 D per pair of tokens in attention; in training, forward and backward, 6 and 14 D.
+double forward_flops(const ModelShape& shape, int64_t B, int64_t T);
+double training_flops(const ModelShape& shape, int64_t B, int64_t T);
+
+// Errors: no memory, saying how much was wanted.
 Activations make_activations(const ModelShape& shape, int64_t B, int64_t T, Mode mode, bool with_stats);
 
 // What a forward pass over one batch says. Means are over all rows of the batch.

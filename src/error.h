@@ -33,7 +33,8 @@ template <typename... Args>
 }
 
 // Runs the body of main and returns the exit code. An exception becomes the one line
-// "PROGRAM: error: MESSAGE" on stderr; line breaks inside the message become spaces.
+// "PROGRAM: error: MESSAGE" on stderr; line breaks inside the message become spaces. SIGINT and SIGTERM, unless the
+// body handles them, end the program with such a line and exit code 1.
 int run_main(const char* program, const std::function<int()>& body);
 
 }  // namespace jetlag

@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <openssl/evp.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -81,6 +82,34 @@ void write_file_atomically(const fs::path& path, std::span<const std::byte> byte
 
 void write_file_atomically(const fs::path& path, std::string_view text) {
     write_file_atomically(path, std::as_bytes(std::span(text)));
+}
+
+void append_file(const fs::path& path, std::string_view text) {
+    const int fd = open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
+    int fault = fd < 0 ? errno : write_all(fd, std::as_bytes(std::span(text)));
+    if (fd >= 0 && close(fd) != 0 && fault == 0) fault = errno;
+    if (fault != 0) fail("cannot append to {}: {}", path.string(), std::strerror(fault));
+}
+
+void sync_file(const fs::path& path) {
+    const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+    int fault = fd < 0 || fsync(fd) != 0 ? errno : 0;
+    if (fd >= 0) close(fd);
+    if (fault != 0) fail("cannot write {}: {}", path.string(), std::strerror(fault));
+}
+
+FolderLock::~FolderLock() {
+    if (fd >= 0) close(fd);
+}
+
+FolderLock lock_folder(const fs::path& path) {
+    FolderLock lock;
+    lock.fd = open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (lock.fd < 0) fail("cannot open folder {}: {}", path.string(), std::strerror(errno));
+    // Some file systems have no locks; there two processes are the user's to keep apart.
+    if (flock(lock.fd, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK)
+        fail("{}: another process is working in this folder", path.string());
+    return lock;
 }
 
 std::string read_file(const fs::path& path) {

@@ -7,6 +7,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 
 namespace jetlag {
 
@@ -16,6 +17,22 @@ namespace jetlag {
 // a pipe) is written to as it is. Errors name the path and the system's reason.
 void write_file_atomically(const std::filesystem::path& path, std::span<const std::byte> bytes);
 void write_file_atomically(const std::filesystem::path& path, std::string_view text);
+
+// Appends to a file, which is created if it is not there. Errors name the path and the system's reason.
+void append_file(const std::filesystem::path& path, std::string_view text);
+
+// Waits until what was appended to a file would survive a power cut.
+void sync_file(const std::filesystem::path& path);
+
+// Held by one process at a time for as long as it lives; given up with the object, or when the process dies.
+struct FolderLock {
+    int fd = -1;
+    FolderLock() = default;
+    FolderLock(FolderLock&& other) noexcept : fd(std::exchange(other.fd, -1)) {}
+    ~FolderLock();
+};
+// Errors: another process holds it.
+FolderLock lock_folder(const std::filesystem::path& path);
 
 // The whole file as a string. Errors name the path and the system's reason.
 std::string read_file(const std::filesystem::path& path);

@@ -109,13 +109,17 @@ inline void for_each_simd_target(const std::function<void()>& body) {
     }
 }
 
+// So many threads until the end of the scope.
+struct ThreadCount {
+    int before = thread_count();
+    explicit ThreadCount(int count) { set_thread_count(count); }
+    ~ThreadCount() { set_thread_count(before); }
+    ThreadCount(const ThreadCount&) = delete;
+};
+
 // Runs `op` with 1 to 4 threads; what it returns must be the same bit for bit.
 inline void expect_same_for_every_thread_count(const std::function<std::vector<Floats>()>& op) {
-    struct Restore {
-        int count = thread_count();
-        ~Restore() { set_thread_count(count); }
-    } restore;
-    set_thread_count(1);
+    const ThreadCount one(1);
     const std::vector<Floats> want = op();
     for (int threads = 2; threads <= 4; threads++) {
         set_thread_count(threads);

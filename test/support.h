@@ -41,6 +41,7 @@ struct ProgramResult {
     int exit_code;
     std::string out;
     std::string err;
+    double cpu_seconds;  // of all its threads
 };
 std::filesystem::path program_path(const std::string& name);
 ProgramResult run_program(const std::string& name, const std::vector<std::string>& arguments,
@@ -67,7 +68,7 @@ ProgramResult wait_for_program(RunningProgram& program);
 int64_t peak_resident_bytes(const RunningProgram& program);
 
 // Expects a program that failed with this exit code and wrote to stderr the one line "NAME: error: ..." which holds
-// every one of `parts`.
+// every one of `parts`. With exit code 1 lines of progress ("evaluating ...") may stand before it.
 void expect_error(const ProgramResult& result, const std::string& name, int exit_code,
                   const std::vector<std::string>& parts);
 

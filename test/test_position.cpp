@@ -486,8 +486,10 @@ double loss_and_gradient(const Example& e, Floats* gradient) {
     return loss;
 }
 
-// Loss and every gradient of a whole model at another length than it was made for, for composed positions too.
+// Loss and every gradient of a whole model at another length than it was made for, for composed positions too. Models
+// as small as these are quickest on one thread.
 TEST_P(Position, ModelsMatchTheReference) {
+    const ThreadCount one(1);
     const int64_t L = 16;
     for (const int64_t T : {7, 40}) {
         const Example e = make_example(GetParam(), L, 2, T);
@@ -526,6 +528,7 @@ TEST_P(Position, ModelsMatchTheReference) {
 // some 1e-2 here, so differences are good to 1e-4 or so of their value; extrapolation takes the error of order h^2
 // away.
 TEST_P(Position, ModelGradientsAreDirectionalDifferences) {
+    const ThreadCount one(1);
     Example e = make_example(GetParam(), 16, 2, 40);
     Floats gradient;
     loss_and_gradient(e, &gradient);
@@ -587,6 +590,7 @@ TEST_P(Position, TheSameBitsWithAnyNumberOfThreads) {
 
 // The same memory serves one length after another; each evaluation equals that of fresh memory.
 TEST_P(Position, LengthsMayChange) {
+    const ThreadCount one(1);
     const Example e = make_example(GetParam(), 32, 1, 100);
     Activations acts = make_activations(e.shape, 1, 100, Mode::inference, true);
     for (const int64_t T : {32, 100, 1, 33, 100}) {

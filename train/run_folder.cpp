@@ -1,9 +1,6 @@
 #include "train/run_folder.h"
 
 #include <algorithm>
-#include <cerrno>
-#include <cstring>
-#include <fstream>
 #include <nlohmann/json.hpp>
 
 #include "models/checkpoint.h"
@@ -52,6 +49,9 @@ void save_run(const std::filesystem::path& folder, const Model& model, const Tra
     for (const auto& [prefix, values] : {std::pair("adam.m.", state.m.data), std::pair("adam.v.", state.v.data)})
         for (Tensor& tensor : parameter_tensors(model, values, prefix)) file.tensors.push_back(std::move(tensor));
     try {
+        // The logs first: a state never claims a step whose row could still be lost.
+        sync_file(csv_path(folder));
+        sync_file(jsonl_path(folder));
         write_safetensors(state_path(folder), file);
         save_checkpoint(checkpoint_path(folder), model, config, state.step, corpus_sha256);
     } catch (const Error& e) {
@@ -155,18 +155,11 @@ void truncate_logs(const std::filesystem::path& folder, int64_t step) {
     }
 }
 
-static void append(const std::filesystem::path& path, const std::string& line) {
-    errno = 0;
-    std::ofstream out(path, std::ios::app | std::ios::binary);
-    out << line << std::flush;
-    if (!out)
-        fail("{}: cannot append to the log: {}", path.string(), errno != 0 ? std::strerror(errno) : "write failed");
-}
-
 void append_log(const std::filesystem::path& folder, const LogRow& row) {
-    append(csv_path(folder), fmt::format("{},{},{},{},{},{},{},{}\n", row.step, row.loss,
-                                         row.heldout_loss ? fmt::format("{}", *row.heldout_loss) : "", row.grad_norm,
-                                         row.lr, row.tokens_per_second, row.percent_of_peak, row.seconds));
+    append_file(csv_path(folder),
+                fmt::format("{},{},{},{},{},{},{},{}\n", row.step, row.loss,
+                            row.heldout_loss ? fmt::format("{}", *row.heldout_loss) : "", row.grad_norm, row.lr,
+                            row.tokens_per_second, row.percent_of_peak, row.seconds));
     ordered_json object = {{"step", row.step}, {"loss", row.loss}};
     if (row.heldout_loss) object["heldout_loss"] = *row.heldout_loss;
     object["grad_norm"] = row.grad_norm;
@@ -174,7 +167,7 @@ void append_log(const std::filesystem::path& folder, const LogRow& row) {
     object["tokens_per_second"] = row.tokens_per_second;
     object["percent_of_peak"] = row.percent_of_peak;
     object["seconds"] = row.seconds;
-    append(jsonl_path(folder), object.dump() + "\n");
+    append_file(jsonl_path(folder), object.dump() + "\n");
 }
 
 }  // namespace jetlag

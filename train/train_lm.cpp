@@ -40,15 +40,6 @@ double seconds_since(std::chrono::steady_clock::time_point start) {
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
-// Multiply-adds count as two. Dense layers: 2 per weight and token forward, 4 backward. Attention: 4 D per pair of
-// tokens forward, 10 D backward (scores are computed again).
-double training_flops(const ModelShape& s, int64_t B, int64_t T) {
-    const double C = static_cast<double>(s.embed_dim), mlp = static_cast<double>(s.mlp_dim);
-    const double weights = static_cast<double>(s.layers) * (4 * C * C + 2 * C * mlp) + C * static_cast<double>(s.vocab);
-    const double tokens = static_cast<double>(B * T), pairs = tokens * static_cast<double>(T + 1) / 2;
-    return 6 * weights * tokens + static_cast<double>(s.layers) * 14 * C * pairs;
-}
-
 double learning_rate(const TrainSettings& train, int64_t step) {
     if (step <= train.warmup_steps)
         return train.lr * static_cast<double>(step) / static_cast<double>(train.warmup_steps);
@@ -63,8 +54,7 @@ void check_lengths(const Config& config, const std::vector<Setting>& settings, c
     const std::string corpus = config.data.corpus, held_out = "held-out part of " + corpus;
     check_fits(where_set(settings, "train.context"), "train.context", config.train.context, train,
                "training part of " + corpus);
-    if (config.train.initial_eval_batches > 0 || config.train.eval_every > 0)
-        check_fits(where_set(settings, "train.context"), "train.context", config.train.context, eval, held_out);
+    check_fits(where_set(settings, "train.context"), "train.context", config.train.context, eval, held_out);
     for (int64_t context : config.eval.contexts)
         check_fits(where_set(settings, "eval.contexts"), "eval.contexts", context, eval, held_out);
 }
@@ -150,6 +140,9 @@ int train(const Config& config, const std::vector<Setting>& settings, const std:
     const CorpusParts parts = split_corpus(corpus.tokens, config.data.train_fraction);
     check_lengths(config, settings, parts);
 
+    make_folder(folder);
+    const FolderLock lock = lock_folder(folder);
+
     const TrainSettings& t = config.train;
     const int64_t T = t.context, B = t.batch / t.accumulate;
     Model model = make_model(model_shape(config));
@@ -163,7 +156,6 @@ int train(const Config& config, const std::vector<Setting>& settings, const std:
 
     const double peak = measure_peak_flops();
     print_setup(config, model, corpus, parts, folder, peak);
-    make_folder(folder);
     write_file_atomically(config_path(folder), config_yaml(config));
     catch_signals();
 
