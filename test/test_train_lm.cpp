@@ -221,7 +221,7 @@ TEST(TrainLmErrors, Corpus) {
          {"--set eval.contexts=32,749: eval.contexts: windows of 749 tokens do not fit the held-out part of " +
           small.string() + " of 750 tokens (wanted at least 751)"}},
         {{"train.context=4000"}, {"train.context: windows of 4000 tokens do not fit the held-out part of "}},
-        {{"train.context=4000", "train.initial_eval_batches=0", "train.eval_every=2"},
+        {{"train.context=4000", "train.initial_eval_batches=0"},
          {"train.context: windows of 4000 tokens do not fit the held-out part of "}},
     };
     for (const auto& c : cases) {
@@ -286,6 +286,18 @@ TEST(TrainLmErrors, RunFolder) {
     // The same bytes elsewhere are the same corpus.
     fs::copy_file(w.corpus, w.folder.path / "copy.txt");
     EXPECT_EQ(w.resume("run", {"data.corpus=" + w.run("copy.txt").string()}).exit_code, kExitGood);
+}
+
+TEST(TrainLmErrors, TwoProcessesInOneRunFolder) {
+    Workshop w;
+    const Texts settings = {"train.steps=100000", "train.save_every=0"};
+    RunningProgram first = test::start_program("train_lm", w.arguments("run", settings));
+    ASSERT_TRUE(wait_for_rows(first, w.run("run"), 1));
+    expect_error(w.resume("run", settings), "train_lm", kExitFailed,
+                 {w.run("run").string() + ": another process is working in this folder"});
+    EXPECT_TRUE(test::is_running(first));
+    kill(first.pid, SIGTERM);
+    EXPECT_EQ(test::wait_for_program(first).exit_code, kExitFailed);
 }
 
 TEST(TrainLmErrors, DamagedState) {
@@ -369,7 +381,7 @@ TEST(TrainLmFullDisk, AWriteThatFailsLeavesTheLastGoodState) {
 TEST(TrainLmFullDisk, ALogThatCannotGrow) {
     Workshop w;
     expect_error(train_with_file_limit(w.arguments("run", {"train.save_every=0"}), 1000), "train_lm", kExitFailed,
-                 {w.run("run").string() + "/log.", ": cannot append to the log: File too large"});
+                 {"cannot append to " + w.run("run").string() + "/log.", ": File too large"});
     ASSERT_EQ(w.train("whole").exit_code, kExitGood);
     ASSERT_EQ(w.resume("run").exit_code, kExitGood);
     expect_same_run(w.run("run"), w.run("whole"));
