@@ -1,9 +1,9 @@
 // make_motif_corpus --bars N --seed S: writes a motif corpus (data_prep/motif.h) and, if asked, its shuffled control.
-#include <CLI/CLI.hpp>
 #include <charconv>
 #include <filesystem>
 
 #include "data_prep/motif.h"
+#include "src/command_line.h"
 #include "src/error.h"
 #include "src/files.h"
 #include "src/manifest.h"
@@ -95,13 +95,7 @@ int main(int argc, char** argv) {
         app.add_option("--modulation", options.modulation, "probability that a fresh phrase changes the key")
             ->capture_default_str();
         app.add_flag("--force", force, "replace a file that has no manifest and other content");
-        try {
-            app.parse(argc, argv);
-        } catch (const CLI::CallForHelp& help) {
-            return app.exit(help);
-        } catch (const CLI::ParseError& error) {
-            fail_usage("{} (--help lists the options)", error.what());
-        }
+        if (!parse_command_line(app, argc, argv)) return kExitGood;
         options.seed = parse_seed(seed);
         if (out.empty()) out = shuffle ? "data/motif_shuffled.txt" : "data/motif.txt";
         if (!control.empty() && same_place(out, control))

@@ -3,10 +3,10 @@
 #include <fmt/chrono.h>
 #include <fmt/ranges.h>
 
-#include <CLI/CLI.hpp>
 #include <ctime>
 
 #include "data_prep/archive.h"
+#include "src/command_line.h"
 #include "src/config.h"
 #include "src/download.h"
 #include "src/error.h"
@@ -241,13 +241,7 @@ int main(int argc, char** argv) {
         app.add_option("--from", from, "take this file or http(s) address instead of the official address");
         app.add_option("--out", out, "the stream to write (default: data/NAME.txt); the manifest is OUT.json");
         app.add_flag("--force", force, "make it anew even if it is up to date, or if the file there is not ours");
-        try {
-            app.parse(argc, argv);
-        } catch (const CLI::CallForHelp& help) {
-            return app.exit(help);
-        } catch (const CLI::ParseError& error) {
-            fail_usage("{} (--help lists the options)", error.what());
-        }
+        if (!parse_command_line(app, argc, argv)) return kExitGood;
         return prepare(resolve_request(name, from, out, force), std::vector<std::string>(argv + 1, argv + argc));
     });
 }

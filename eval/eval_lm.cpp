@@ -1,5 +1,4 @@
 // eval_lm: evaluates checkpoints at several context lengths, side by side.
-#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -8,6 +7,7 @@
 #include "eval/report.h"
 #include "models/checkpoint.h"
 #include "models/windows.h"
+#include "src/command_line.h"
 #include "src/error.h"
 #include "src/files.h"
 #include "src/progress.h"
@@ -61,14 +61,7 @@ int run(int argc, char** argv) {
     app.add_option("--set", overrides, "KEY=VALUE over the checkpoint's configuration; repeatable")
         ->allow_extra_args(false);
     app.footer("Keys:\n" + help_text(config_keys(defaults)));
-    try {
-        app.parse(argc, argv);
-    } catch (const CLI::CallForHelp&) {
-        fmt::print("{}", app.help());
-        return kExitGood;
-    } catch (const CLI::ParseError& e) {
-        fail_usage("{} (see --help)", e.what());
-    }
+    if (!parse_command_line(app, argc, argv)) return kExitGood;
     // The options are the keys of the section eval by shorter names, with the same checks.
     if (!contexts.empty()) overrides.push_back("eval.contexts=" + contexts);
     if (!batches.empty()) overrides.push_back("eval.batches=" + batches);

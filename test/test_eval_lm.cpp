@@ -458,7 +458,7 @@ TEST(EvalLm, TableAndFilesSideBySide) {
     EXPECT_NE(svg.find("3 random windows (seed 9)"), std::string::npos);
     for (size_t i = 0; i < 3; i++) {
         EXPECT_NE(svg.find(fmt::format("id=\"gnuplot_plot_{}\"", i + 1)), std::string::npos);
-        EXPECT_NE(svg.find(">" + names[i] + " ("), std::string::npos) << names[i];
+        EXPECT_NE(svg.find(">" + names[i] + "<"), std::string::npos) << names[i];
     }
     EXPECT_EQ(svg.find("id=\"gnuplot_plot_4\""), std::string::npos);
     for (const char* context : {">32<", ">64<", ">128<"}) EXPECT_NE(svg.find(context), std::string::npos);

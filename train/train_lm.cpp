@@ -1,5 +1,4 @@
 // train_lm: trains a language model on a token stream.
-#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -11,6 +10,7 @@
 #include "models/config.h"
 #include "models/model.h"
 #include "models/windows.h"
+#include "src/command_line.h"
 #include "src/error.h"
 #include "src/files.h"
 #include "src/progress.h"
@@ -290,14 +290,7 @@ int run(int argc, char** argv) {
     app.add_option("--out", out, "run folder (default: runs/NAME-POSITION, NAME from the name of CONFIG)");
     app.add_flag("--resume", resume, "continue the run in the run folder as if it had never stopped");
     app.footer("Keys:\n" + help_text(config_keys(defaults)));
-    try {
-        app.parse(argc, argv);
-    } catch (const CLI::CallForHelp&) {
-        fmt::print("{}", app.help());
-        return kExitGood;
-    } catch (const CLI::ParseError& e) {
-        fail_usage("{} (see --help)", e.what());
-    }
+    if (!parse_command_line(app, argc, argv)) return kExitGood;
 
     if (config_file.empty()) {
         if (!resume || out.empty())
