@@ -1,0 +1,94 @@
+// The table of keys of models/config.h: the files in configs/, composed positions, what is written and read back.
+#include <gtest/gtest.h>
+
+#include <filesystem>
+
+#include "models/config.h"
+#include "src/error.h"
+
+namespace jetlag {
+namespace {
+
+Config config_of(const std::vector<std::string>& overrides) {
+    std::vector<Setting> settings;
+    add_overrides(settings, overrides);
+    return make_config(settings);
+}
+
+std::string error_of(const std::vector<std::string>& overrides) {
+    try {
+        config_of(overrides);
+    } catch (const Error& e) {
+        EXPECT_EQ(e.exit_code, kExitUsage);
+        return e.what();
+    }
+    return "no error";
+}
+
+TEST(ModelConfig, EveryConfigFileIsValid) {
+    int files = 0;
+    for (const auto& entry : std::filesystem::directory_iterator("configs")) {
+        const Config config = make_config(read_settings(entry.path()));
+        EXPECT_FALSE(config.data.corpus.empty()) << entry.path();
+        files++;
+    }
+    EXPECT_GE(files, 7);
+}
+
+TEST(ModelConfig, ResolvedFormReadsBackTheSame) {
+    for (const std::vector<std::string>& overrides : std::vector<std::vector<std::string>>{
+             {},
+             {"model.position=rope_yarn", "train.lr=2e-5", "train.data_seed=7", "eval.contexts=[1,2,3]"},
+             {"model.position={rotary: {kind: ntk, base: 500}, lag_bias: {sectors: [affine, lc], max_order: 2}}"},
+             {"model.position.lag_bias.frequencies=3", "model.position.lag_bias.constant=true", "model.gate_init=lc"},
+             {"model.position.rotary.kind=jordan", "model.position.rotary.eta=0.1"},
+             {"model.position.lag_bias.kind=alibi"}}) {
+        const Config config = config_of(overrides);
+        const std::string json = config_json(config);
+        EXPECT_EQ(config_json(make_config(settings_from_json(json, "json"))), json);
+        const std::filesystem::path path = std::filesystem::path(testing::TempDir()) / "resolved.yaml";
+        FILE* file = fopen(path.c_str(), "w");
+        fputs(config_yaml(config).c_str(), file);
+        fclose(file);
+        EXPECT_EQ(config_json(make_config(read_settings(path))), json);
+        std::filesystem::remove(path);
+    }
+}
+
+// A name and the same thing composed are the same modules with the same options.
+TEST(ModelConfig, NamedAndComposedAgree) {
+    const auto expect_same = [](const std::vector<std::string>& named, const std::vector<std::string>& composed) {
+        const ModelShape a = model_shape(config_of(named)), b = model_shape(config_of(composed));
+        EXPECT_EQ(a.rotary.module, b.rotary.module);
+        EXPECT_EQ(a.lag_bias.module, b.lag_bias.module);
+        for (int i = 0; i < kMaxOptions; i++) {
+            EXPECT_EQ(a.rotary.options[i], b.rotary.options[i]) << i;
+            EXPECT_EQ(a.lag_bias.options[i], b.lag_bias.options[i]) << i;
+        }
+    };
+    expect_same({"model.position=rope_ntk_affine"},
+                {"model.position={rotary: {kind: ntk}, lag_bias: {sectors: [affine]}}"});
+    expect_same(
+        {"model.position=full", "model.max_order=5", "model.init_affine_slope=0.5", "model.gate_init=lc"},
+        {"model.position.lag_bias.kind=pj", "model.max_order=5", "model.init_affine_slope=0.5", "model.gate_init=lc"});
+    expect_same({"model.position=rope", "model.rope_base=500"}, {"model.position.rotary.base=500"});
+    expect_same({"model.position=alibi"}, {"model.position.lag_bias.kind=alibi"});
+}
+
+TEST(ModelConfig, ErrorsOfSeveralKeysTogether) {
+    const auto expect_error = [](const std::vector<std::string>& overrides, const std::string& part) {
+        const std::string message = error_of(overrides);
+        EXPECT_NE(message.find(part), std::string::npos) << message;
+    };
+    expect_error({"model.heads=5"}, "5 heads do not divide model.embed_dim 96");
+    expect_error({"model.embed_dim=2048"}, "head dim of 512");
+    expect_error({"model.position=rope", "model.embed_dim=12"}, "multiple of 2, but 12 channels over 4 heads is 3");
+    expect_error({"model.position=pj_rotary", "model.embed_dim=24"}, "multiple of 4");
+    expect_error({"train.accumulate=3"}, "3 passes do not divide train.batch 32");
+    expect_error({"model.position.rotary.eta=1"}, "the rotary kind rope has no such option (it has base)");
+    expect_error({"model.position.lag_bias={kind: alibi, max_order: 3}"}, "alibi has no such option");
+    expect_error({"model.position=lc_afine"}, "did you mean lc_affine?");
+}
+
+}  // namespace
+}  // namespace jetlag
