@@ -59,7 +59,7 @@ static Evaluation evaluate_at(const Checkpoint& checkpoint, std::span<const uint
     e.position = model.shape.position;
     e.train_seed = checkpoint.config.train.seed;
     e.train_len = model.shape.train_len;
-    e.max_order = checkpoint.config.model.max_order;
+    e.max_order = checkpoint.config.model.max_order.integer;
     e.context = T;
     e.windows = total;
     e.targets_scored = total * scored;

@@ -45,9 +45,33 @@ static std::vector<OptionValue> options_of_modules(const auto& modules) {
 PositionSettings::PositionSettings()
     : rotary(options_of_modules(rotary_modules())), lag_bias(options_of_modules(lag_bias_modules())) {}
 
+// The keys of the section `model` that stand for an option of a module.
+struct Shorthand {
+    const char* key;
+    const char* section;  // of model.position
+    const char* option;
+    std::vector<OptionValue> PositionSettings::*options;
+    OptionValue ModelSettings::*value;
+};
+static const Shorthand kShorthands[] = {
+    {"model.max_order", "lag_bias", "max_order", &PositionSettings::lag_bias, &ModelSettings::max_order},
+    {"model.rope_base", "rotary", "base", &PositionSettings::rotary, &ModelSettings::rope_base},
+    {"model.init_affine_slope", "lag_bias", "init_affine_slope", &PositionSettings::lag_bias,
+     &ModelSettings::init_affine_slope},
+    {"model.gate_init", "lag_bias", "gate_init", &PositionSettings::lag_bias, &ModelSettings::gate_init},
+};
+
+ModelSettings::ModelSettings() {
+    for (const Shorthand& s : kShorthands) this->*s.value = *find_option(position.*s.options, s.option);
+}
+
 static Key option_key(const std::string& path, OptionValue& value) {
     const Option& option = value.option;
-    Key key{path, &value.real, option.meaning, option.min, option.max};
+    Key key{path, &value.real, option.meaning};
+    if (option.kind == Option::real || option.kind == Option::integer) {
+        key.min = option.min;
+        key.max = option.max;
+    }
     if (option.kind == Option::integer) key.target = &value.integer;
     if (option.kind == Option::flag) key.target = &value.flag;
     if (option.kind == Option::choice) key.target = &value.choice;
@@ -126,17 +150,15 @@ static std::vector<Key> make_keys(Config& c, Form form) {
                                 module_names(lag_bias_modules())));
         add_options("model.position.lag_bias.", position.lag_bias, lag_bias_modules(), position.lag_bias_kind);
     }
-    const std::vector<Key> rest = {
+    const std::vector<Key> sizes = {
         {"model.layers", &c.model.layers, "Transformer blocks", 1, 1000},
         {"model.embed_dim", &c.model.embed_dim, "channels C", 1, 65536},
         {"model.heads", &c.model.heads, "attention heads H; C/H is at most 256", 1, 65536},
         {"model.mlp_ratio", &c.model.mlp_ratio, "hidden channels of the MLP over C", 1, 64},
-        {"model.max_order", &c.model.max_order, "highest jet order R of the lag bias", 0, 15},
-        {"model.rope_base", &c.model.rope_base, "base of the rotary frequencies", 1.0001, 1e12},
-        {"model.init_affine_slope", &c.model.init_affine_slope, "affine slope of the lag bias at the start", 1e-6,
-         1000},
-        text_key("model.gate_init", &c.model.gate_init, "sector that the lag bias's gates favour at first",
-                 {"fj", "affine", "lc"}),
+    };
+    keys.insert(keys.end(), sizes.begin(), sizes.end());
+    for (const Shorthand& s : kShorthands) keys.push_back(option_key(s.key, c.model.*s.value));
+    const std::vector<Key> rest = {
         {"train.context", &c.train.context, "training length L in tokens", 1, most},
         {"train.batch", &c.train.batch, "windows per step", 1, most},
         {"train.accumulate", &c.train.accumulate, "passes that a batch is split into, to save memory; divides batch", 1,
@@ -206,6 +228,9 @@ static void complete_position(Config& c, const std::vector<Setting>& settings) {
                 for (const Option& option : module->options()) known.push_back(option.name);
         for (const OptionValue& value : values) {
             const std::string path = prefix + part + "." + value.option.name;
+            if (value.option.kind == Option::set && number_of(value) < value.option.min)
+                fail_usage("{}: {}: is empty (wanted at least one of {})", where_set(settings, path), path,
+                           fmt::join(value.option.names, ", "));
             if (is_set(settings, path) && std::find(known.begin(), known.end(), value.option.name) == known.end())
                 fail_usage("{}: {}: the {} kind {} has no such option{}", where_set(settings, path), path, part, kind,
                            known.empty() ? "" : fmt::format(" (it has {})", fmt::join(known, ", ")));
@@ -214,15 +239,9 @@ static void complete_position(Config& c, const std::vector<Setting>& settings) {
     check("rotary", position.rotary, rotary_modules(), position.rotary_kind);
     check("lag_bias", position.lag_bias, lag_bias_modules(), position.lag_bias_kind);
 
-    const auto inherit = [&](std::vector<OptionValue>& values, const std::string& part, const char* name, auto set) {
-        OptionValue* value = find_option(values, name);
-        if (value != nullptr && !is_set(settings, prefix + part + "." + name)) set(*value);
-    };
-    inherit(position.rotary, "rotary", "base", [&](OptionValue& v) { v.real = c.model.rope_base; });
-    inherit(position.lag_bias, "lag_bias", "max_order", [&](OptionValue& v) { v.integer = c.model.max_order; });
-    inherit(position.lag_bias, "lag_bias", "init_affine_slope",
-            [&](OptionValue& v) { v.real = c.model.init_affine_slope; });
-    inherit(position.lag_bias, "lag_bias", "gate_init", [&](OptionValue& v) { v.choice = c.model.gate_init; });
+    for (const Shorthand& s : kShorthands)
+        if (!is_set(settings, prefix + s.section + "." + s.option))
+            *find_option(position.*s.options, s.option) = c.model.*s.value;
 }
 
 Config make_config(const std::vector<Setting>& settings) {
@@ -253,7 +272,7 @@ Config make_config(const std::vector<Setting>& settings) {
 
 ModelShape model_shape(const Config& config) {
     const ModelSettings& model = config.model;
-    const PositionSettings& position = model.position;
+    PositionSettings position = model.position;
     ModelShape shape;
     shape.layers = model.layers;
     shape.embed_dim = model.embed_dim;
@@ -266,7 +285,6 @@ ModelShape model_shape(const Config& config) {
     shape.lag_bias.heads = shape.heads;
 
     // A named method is its modules with the options of the section `model`.
-    std::vector<OptionValue> rotary = position.rotary, lag_bias = position.lag_bias;
     if (position.method.empty()) {
         for (const RotaryModule* module : rotary_modules())
             if (position.rotary_kind == module->name) shape.rotary.module = module;
@@ -275,7 +293,7 @@ ModelShape model_shape(const Config& config) {
         shape.position = position.rotary_kind;
         if (shape.lag_bias.module != nullptr) {
             shape.position = (shape.rotary.module != nullptr ? shape.position + "+" : "") + position.lag_bias_kind;
-            if (const OptionValue* sectors = find_option(lag_bias, "sectors"); position.lag_bias_kind == "pj")
+            if (const OptionValue* sectors = find_option(position.lag_bias, "sectors"); position.lag_bias_kind == "pj")
                 shape.position += fmt::format("({})", fmt::join(sectors->set, ","));
         }
     } else {
@@ -283,18 +301,15 @@ ModelShape model_shape(const Config& config) {
         shape.rotary.module = method->rotary;
         shape.lag_bias.module = method->lag_bias;
         shape.position = method->name;
-        if (OptionValue* value = find_option(rotary, "base")) value->real = model.rope_base;
-        if (OptionValue* value = find_option(lag_bias, "sectors")) value->set = method->sectors;
-        if (OptionValue* value = find_option(lag_bias, "max_order")) value->integer = model.max_order;
-        if (OptionValue* value = find_option(lag_bias, "init_affine_slope")) value->real = model.init_affine_slope;
-        if (OptionValue* value = find_option(lag_bias, "gate_init")) value->choice = model.gate_init;
+        for (const Shorthand& s : kShorthands) *find_option(position.*s.options, s.option) = model.*s.value;
+        if (OptionValue* sectors = find_option(position.lag_bias, "sectors")) sectors->set = method->sectors;
     }
     const auto fill = [](double* options, const auto* module, std::vector<OptionValue>& values) {
         if (module == nullptr) return;
         for (const Option& option : module->options()) *options++ = number_of(*find_option(values, option.name));
     };
-    fill(shape.rotary.options, shape.rotary.module, rotary);
-    fill(shape.lag_bias.options, shape.lag_bias.module, lag_bias);
+    fill(shape.rotary.options, shape.rotary.module, position.rotary);
+    fill(shape.lag_bias.options, shape.lag_bias.module, position.lag_bias);
     return shape;
 }
 

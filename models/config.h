@@ -45,10 +45,11 @@ struct ModelSettings {
     int64_t embed_dim = 96;
     int64_t heads = 4;
     int64_t mlp_ratio = 2;
-    int64_t max_order = 3;
-    double rope_base = 10000;
-    double init_affine_slope = 2.0;
-    std::string gate_init = "affine";
+    // Options of the position modules under the study's names: for named methods, and where a composed form does not
+    // give its own.
+    OptionValue max_order, rope_base, init_affine_slope, gate_init;
+
+    ModelSettings();
 };
 
 struct TrainSettings {

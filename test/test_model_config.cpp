@@ -87,6 +87,7 @@ TEST(ModelConfig, ErrorsOfSeveralKeysTogether) {
     expect_error({"train.accumulate=3"}, "3 passes do not divide train.batch 32");
     expect_error({"model.position.rotary.eta=1"}, "the rotary kind rope has no such option (it has base)");
     expect_error({"model.position.lag_bias={kind: alibi, max_order: 3}"}, "alibi has no such option");
+    expect_error({"model.position.lag_bias.sectors=[]"}, "is empty (wanted at least one of fj, affine, lc)");
     expect_error({"model.position=lc_afine"}, "did you mean lc_affine?");
 }
 
