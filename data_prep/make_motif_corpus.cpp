@@ -98,8 +98,9 @@ int main(int argc, char** argv) {
         if (!parse_command_line(app, argc, argv)) return kExitGood;
         options.seed = parse_seed(seed);
         if (out.empty()) out = shuffle ? "data/motif_shuffled.txt" : "data/motif.txt";
-        if (!control.empty() && same_place(out, control))
-            fail_usage("--control {}: is the path of the corpus itself, wanted another", control);
+        if (!control.empty() && (same_place(out, control) || same_place(out, manifest_path(control).string()) ||
+                                 same_place(manifest_path(out).string(), control)))
+            fail_usage("--control {}: is the path of the corpus itself or of its manifest, wanted another", control);
 
         const std::vector<std::string> arguments(argv + 1, argv + argc);
         const MotifCorpus corpus = make_motif_corpus(options);

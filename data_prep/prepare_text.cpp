@@ -116,6 +116,7 @@ Request resolve_request(const std::string& name, const std::string& from, const 
 std::string read_local(const std::string& path) {
     if (!std::filesystem::exists(path)) fail("--from {}: no such file", path);
     if (std::filesystem::is_directory(path)) fail("--from {}: is a folder, wanted a file", path);
+    if (!std::filesystem::is_regular_file(path)) fail("--from {}: is a device or a pipe, wanted a file", path);
     std::string bytes = read_file(path);
     if (bytes.empty()) fail("--from {}: is empty", path);
     return bytes;
@@ -156,6 +157,10 @@ bool up_to_date(const Request& request, const std::optional<nlohmann::ordered_js
 
 int prepare(const Request& request, const std::vector<std::string>& arguments) {
     const bool web = is_web_address(request.from);
+    std::error_code not_there;
+    if (!web && std::filesystem::equivalent(request.from, request.out, not_there))
+        fail_usage("--out {}: is the source itself, wanted another path (any file is a corpus as it is)",
+                   request.out.string());
     const std::optional<nlohmann::ordered_json> old_manifest = read_manifest(request.out);
     // A local source is read again, as it may have changed; an address is trusted to hold what it held.
     std::string source = web ? "" : read_local(request.from);
@@ -214,8 +219,6 @@ int prepare(const Request& request, const std::vector<std::string>& arguments) {
         }
         manifest["members"] = parts;
         if (stream.empty()) fail("{}: its members {} are empty", request.from, fmt::join(known->members, ", "));
-        if (std::filesystem::exists(request.out) && !web && std::filesystem::equivalent(request.from, request.out))
-            fail_usage("--out {}: is the archive itself", request.out.string());
     } else {
         if (looks_like_zip(source))
             fmt::print(stderr, "warning: {}: is a zip archive; its bytes are taken as they are\n", request.from);

@@ -26,13 +26,23 @@ int64_t parse_targets(const std::string& text) {
     return std::stoll(digits);
 }
 
-// The output files are written last, after minutes of work: say now if their folder is not there.
-void check_writable(const std::string& option, const std::string& path) {
+// The output files are written last, after minutes of work: say now if one cannot be, or would replace a checkpoint
+// or another output.
+void check_writable(const std::string& option, const std::string& path, const std::vector<std::string>& taken) {
     if (path.empty()) return;
     const std::filesystem::path folder = std::filesystem::path(path).parent_path();
     if (!folder.empty() && !std::filesystem::is_directory(folder))
         fail_usage("{} {}: there is no folder {}", option, path, folder.string());
     if (std::filesystem::is_directory(path)) fail_usage("{} {}: is a folder (wanted a file)", option, path);
+    const auto place = [](const std::filesystem::path& p) {
+        return std::filesystem::weakly_canonical(std::filesystem::absolute(p));
+    };
+    for (const std::string& other : taken) {
+        if (other.empty() || std::filesystem::is_character_file(path)) continue;
+        const std::filesystem::path file =
+            std::filesystem::is_directory(other) ? checkpoint_file(other) : std::filesystem::path(other);
+        if (place(path) == place(file)) fail_usage("{} {}: is taken by {}", option, path, other);
+    }
 }
 
 int run(int argc, char** argv) {
@@ -58,7 +68,9 @@ int run(int argc, char** argv) {
     app.add_option("--json", json, "write a JSON file");
     app.add_option("--loss-by-position", by_position, "write a CSV file of mean loss per bucket of positions");
     app.add_option("--plot", plot, "draw loss against context length, as SVG");
-    app.add_option("--set", overrides, "KEY=VALUE over the checkpoint's configuration; repeatable")
+    app.add_option(
+           "--set", overrides,
+           "KEY=VALUE over the checkpoint's configuration; repeatable. A VALUE {...} replaces the whole section KEY")
         ->allow_extra_args(false);
     app.footer("Keys:\n" + help_text(config_keys(defaults)));
     if (!parse_command_line(app, argc, argv)) return kExitGood;
@@ -70,9 +82,12 @@ int run(int argc, char** argv) {
     if (windows != "random" && windows != "sequential")
         fail_usage("--windows {}: wanted random or sequential", windows);
     const int64_t last_targets = parse_targets(targets);
+    std::vector<std::string> taken = checkpoints;
     for (const auto& [option, path] : {std::pair("--csv", csv), std::pair("--json", json),
-                                       std::pair("--loss-by-position", by_position), std::pair("--plot", plot)})
-        check_writable(option, path);
+                                       std::pair("--loss-by-position", by_position), std::pair("--plot", plot)}) {
+        check_writable(option, path, taken);
+        taken.push_back(path);
+    }
     if (!plot.empty()) check_gnuplot(plot);
 
     // Everything is read and checked before the first batch.
@@ -110,12 +125,22 @@ int run(int argc, char** argv) {
     protocol.windows = windows == "random" ? Windows::random : Windows::sequential;
     protocol.last_targets = last_targets;
     protocol.attention_stats = stats;
+    for (size_t i = 0; i < loaded.size(); i++)
+        protocol.longest = std::max(protocol.longest, longest_length(loaded[i], corpora[i], protocol));
+    for (size_t i = 0; i < loaded.size(); i++) check_protocol(loaded[i], corpora[i], protocol);
 
     Progress progress = make_progress();
     const auto start = std::chrono::steady_clock::now();
     double all_work = 0, work_before = 0;
     for (size_t i = 0; i < loaded.size(); i++) all_work += evaluation_work(loaded[i], corpora[i], protocol);
     std::vector<Evaluation> list;
+    const auto write_reports = [&]() {
+        fmt::print("{}", evaluation_table(list, protocol));
+        if (!csv.empty()) write_file_atomically(csv, evaluation_csv(list, protocol));
+        if (!json.empty()) write_file_atomically(json, evaluation_json(list, protocol));
+        if (!by_position.empty()) write_file_atomically(by_position, loss_by_position_csv(list, protocol));
+        if (!plot.empty()) draw_plot(plot, list, protocol);
+    };
     for (size_t i = 0; i < loaded.size(); i++) {
         int64_t announced = 0;
         const auto report = [&](int64_t context, double work) {
@@ -130,15 +155,19 @@ int run(int argc, char** argv) {
             }
             announced = context;
         };
-        for (Evaluation& e : evaluate_checkpoint(loaded[i], corpora[i], protocol, report)) list.push_back(std::move(e));
+        try {
+            for (Evaluation& e : evaluate_checkpoint(loaded[i], corpora[i], protocol, report))
+                list.push_back(std::move(e));
+        } catch (const Error&) {
+            // What the checkpoints before this one gave is not lost.
+            clear_progress(progress);
+            if (!list.empty()) write_reports();
+            throw;
+        }
         work_before += evaluation_work(loaded[i], corpora[i], protocol);
     }
     clear_progress(progress);
-    fmt::print("{}", evaluation_table(list, protocol));
-    if (!csv.empty()) write_file_atomically(csv, evaluation_csv(list, protocol));
-    if (!json.empty()) write_file_atomically(json, evaluation_json(list, protocol));
-    if (!by_position.empty()) write_file_atomically(by_position, loss_by_position_csv(list, protocol));
-    if (!plot.empty()) draw_plot(plot, list, protocol);
+    write_reports();
     return kExitGood;
 }
 

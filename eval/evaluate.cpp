@@ -21,9 +21,9 @@ std::string protocol_text(const Protocol& protocol) {
     return fmt::format("{}, batches of {}, {}", windows, protocol.batch, targets);
 }
 
-// The starts of all windows of T tokens. With fixed targets the windows end where those of `longest` tokens end.
+// The starts of all windows of T tokens. With fixed targets the windows end where those of the longest length end.
 static std::vector<int64_t> window_starts(const Protocol& protocol, int64_t tokens, int64_t T, int64_t longest) {
-    const int64_t span = protocol.last_targets > 0 ? longest : T;
+    const int64_t span = protocol.last_targets > 0 ? std::max(protocol.longest, longest) : T;
     std::vector<int64_t> starts;
     if (protocol.windows == Windows::sequential) {
         for (int64_t n = 0; n < disjoint_windows(tokens, span); n++) starts.push_back(n * span);
@@ -37,12 +37,30 @@ static std::vector<int64_t> window_starts(const Protocol& protocol, int64_t toke
     return starts;
 }
 
-// The lengths of a protocol, and the training length in any case: delta_loss refers to it.
-static std::vector<int64_t> lengths_of(const Checkpoint& checkpoint, const Protocol& protocol) {
+static std::span<const uint8_t> held_out_part(const Checkpoint& checkpoint, const TokenStream& corpus) {
+    return split_corpus(corpus.tokens, checkpoint.config.data.train_fraction).eval;
+}
+
+// The fewest tokens that hold a window: random windows leave out the last start, as the published code does.
+static int64_t tokens_needed(const Protocol& protocol, int64_t T) {
+    return protocol.windows == Windows::random ? tokens_to_draw_from(T) : T + 1;
+}
+
+// The lengths of a protocol, and the training length where it can be evaluated so: delta_loss refers to it.
+static std::vector<int64_t> lengths_of(const Checkpoint& checkpoint, const TokenStream& corpus,
+                                       const Protocol& protocol) {
     std::vector<int64_t> lengths = protocol.contexts;
     const int64_t L = checkpoint.model.shape.train_len;
-    if (std::find(lengths.begin(), lengths.end(), L) == lengths.end()) lengths.push_back(L);
+    const int64_t tokens = static_cast<int64_t>(held_out_part(checkpoint, corpus).size());
+    if (std::find(lengths.begin(), lengths.end(), L) == lengths.end() && tokens >= tokens_needed(protocol, L) &&
+        L >= protocol.last_targets)
+        lengths.push_back(L);
     return lengths;
+}
+
+int64_t longest_length(const Checkpoint& checkpoint, const TokenStream& corpus, const Protocol& protocol) {
+    const std::vector<int64_t> lengths = lengths_of(checkpoint, corpus, protocol);
+    return *std::max_element(lengths.begin(), lengths.end());
 }
 
 static Evaluation evaluate_at(const Checkpoint& checkpoint, std::span<const uint8_t> part, const Protocol& protocol,
@@ -72,7 +90,7 @@ static Evaluation evaluate_at(const Checkpoint& checkpoint, std::span<const uint
     e.count_at.assign(static_cast<size_t>(T), 0);
 
     const auto start_time = std::chrono::steady_clock::now();
-    double batches = 0, entropy = 0, support = 0, lag = 0;
+    double entropy = 0, support = 0, lag = 0;
     for (int64_t first = 0; first < total; first += protocol.batch) {
         report(T, work_before + static_cast<double>(first) * forward_flops(model.shape, 1, T));
         const int64_t B = std::min(protocol.batch, total - first);
@@ -82,13 +100,13 @@ static Evaluation evaluate_at(const Checkpoint& checkpoint, std::span<const uint
         if (!std::isfinite(result.loss))
             fail("{}: the loss at context {} is {}: the first tensor with a NaN or infinity is {}", e.checkpoint, T,
                  std::fabs(result.loss), first_nonfinite_tensor(model, acts, nullptr, B, T));
-        batches++;
-        e.loss += result.loss;
-        e.logit_std += result.logit_std;
-        e.logit_abs_max += result.logit_abs_max;
-        entropy += result.entropy.value_or(0);
-        support += result.effective_support.value_or(0);
-        lag += result.mean_lag.value_or(0);
+        const double share = static_cast<double>(B) / static_cast<double>(total);
+        e.loss += share * result.loss;
+        e.logit_std += share * result.logit_std;
+        e.logit_abs_max += share * result.logit_abs_max;
+        entropy += share * result.entropy.value_or(0);
+        support += share * result.effective_support.value_or(0);
+        lag += share * result.mean_lag.value_or(0);
         for (int64_t b = 0; b < B; b++)
             for (int64_t t = T - scored; t < T; t++) {
                 e.loss_at[static_cast<size_t>(t)] += result.losses[static_cast<size_t>(b * T + t)];
@@ -96,59 +114,57 @@ static Evaluation evaluate_at(const Checkpoint& checkpoint, std::span<const uint
             }
     }
     e.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start_time).count();
-    e.loss /= batches;
-    e.logit_std /= batches;
-    e.logit_abs_max /= batches;
     e.perplexity = std::exp(std::min(e.loss, 20.0));
     if (protocol.attention_stats) {
-        e.entropy = entropy / batches;
-        e.effective_support = support / batches;
-        e.mean_lag = lag / batches;
+        e.entropy = entropy;
+        e.effective_support = support;
+        e.mean_lag = lag;
     }
     for (size_t t = 0; t < e.loss_at.size(); t++)
         if (e.count_at[t] > 0) e.loss_at[t] /= static_cast<double>(e.count_at[t]);
     return e;
 }
 
+void check_protocol(const Checkpoint& checkpoint, const TokenStream& corpus, const Protocol& protocol) {
+    const int64_t tokens = static_cast<int64_t>(held_out_part(checkpoint, corpus).size());
+    const std::string where = checkpoint.path.string(), part = "held-out part of " + corpus.path.string();
+    for (int64_t T : protocol.contexts) {
+        check_fits(where, "context", T, tokens, tokens_needed(protocol, T), part);
+        if (protocol.last_targets > T)
+            fail_usage("{}: --targets last:{} wants at least as many tokens, and a context is {}", where,
+                       protocol.last_targets, T);
+    }
+    const int64_t longest = std::max(protocol.longest, longest_length(checkpoint, corpus, protocol));
+    if (protocol.last_targets > 0)
+        check_fits(where, "longest length of all checkpoints", longest, tokens, tokens_needed(protocol, longest), part);
+}
+
 double evaluation_work(const Checkpoint& checkpoint, const TokenStream& corpus, const Protocol& protocol) {
-    const int64_t tokens =
-        static_cast<int64_t>(split_corpus(corpus.tokens, checkpoint.config.data.train_fraction).eval.size());
-    const std::vector<int64_t> lengths = lengths_of(checkpoint, protocol);
-    const int64_t longest = *std::max_element(lengths.begin(), lengths.end());
+    const int64_t tokens = static_cast<int64_t>(held_out_part(checkpoint, corpus).size());
+    const int64_t longest = longest_length(checkpoint, corpus, protocol);
     double work = 0;
-    for (int64_t T : lengths)
-        if (tokens >= tokens_needed(longest))
-            work += static_cast<double>(window_starts(protocol, tokens, T, longest).size()) *
-                    forward_flops(checkpoint.model.shape, 1, T);
+    for (int64_t T : lengths_of(checkpoint, corpus, protocol))
+        work += static_cast<double>(window_starts(protocol, tokens, T, longest).size()) *
+                forward_flops(checkpoint.model.shape, 1, T);
     return work;
 }
 
 std::vector<Evaluation> evaluate_checkpoint(const Checkpoint& checkpoint, const TokenStream& corpus,
                                             const Protocol& protocol,
                                             const std::function<void(int64_t, double)>& report) {
-    const std::span<const uint8_t> part = split_corpus(corpus.tokens, checkpoint.config.data.train_fraction).eval;
-    const int64_t L = checkpoint.model.shape.train_len;
-    const std::vector<int64_t> lengths = lengths_of(checkpoint, protocol);
-    const int64_t longest = *std::max_element(lengths.begin(), lengths.end());
-    for (int64_t T : lengths) {
-        check_fits(checkpoint.path.string(), "context", T, static_cast<int64_t>(part.size()),
-                   "held-out part of " + corpus.path.string());
-        if (protocol.last_targets > T)
-            fail_usage("{}: --targets last:{} wants at least as many tokens, and {} is {}", checkpoint.path.string(),
-                       protocol.last_targets, T == L ? "the training length" : "a context", T);
-    }
+    check_protocol(checkpoint, corpus, protocol);
     std::vector<Evaluation> list;
+    const int64_t longest = longest_length(checkpoint, corpus, protocol);
     double work = 0;
-    for (int64_t T : lengths) {
-        list.push_back(evaluate_at(checkpoint, part, protocol, T, longest, work, report));
+    std::optional<double> at_L;
+    for (int64_t T : lengths_of(checkpoint, corpus, protocol)) {
+        list.push_back(evaluate_at(checkpoint, held_out_part(checkpoint, corpus), protocol, T, longest, work, report));
         work += static_cast<double>(list.back().windows) * forward_flops(checkpoint.model.shape, 1, T);
+        if (T == checkpoint.model.shape.train_len) at_L = list.back().loss;
     }
-    double at_L = 0;
-    for (const Evaluation& e : list)
-        if (e.context == L) at_L = e.loss;
     for (Evaluation& e : list) {
         e.train_len_loss = at_L;
-        e.delta_loss = e.loss - at_L;
+        if (at_L) e.delta_loss = e.loss - *at_L;
     }
     list.resize(protocol.contexts.size());
     return list;

@@ -23,22 +23,26 @@ struct Protocol {
     uint64_t seed = 0;
     int64_t last_targets = 0;  // 0: every target of a window. Otherwise the last so many, and the windows of all
                                // lengths then end at the same tokens (a fixed-target sweep)
+    int64_t longest = 0;       // the longest length of all checkpoints (longest_length), for a fixed-target sweep to
+                               // score the same targets for each of them; 0: of the checkpoint at hand
     bool attention_stats = false;
 };
 
 // "8 random windows of 1024 tokens (seed 0), every target scored".
 std::string protocol_text(const Protocol& protocol);
 
-// One checkpoint at one length. Each figure is computed per batch and averaged over the batches.
+// One checkpoint at one length. Each figure is computed per batch and averaged over the batches, a last batch of fewer
+// windows counting less.
 struct Evaluation {
     std::string checkpoint;
     std::string position;
     int64_t train_seed = 0, train_len = 0, max_order = 0;
     int64_t context = 0;
-    double loss = 0;            // nats per token
-    double perplexity = 0;      // exp(min(loss, 20))
-    double train_len_loss = 0;  // at the training length, under the same protocol
-    double delta_loss = 0;      // loss - train_len_loss
+    double loss = 0;        // nats per token
+    double perplexity = 0;  // exp(min(loss, 20))
+    // At the training length under the same protocol, and loss minus that; where that length cannot be evaluated so,
+    // neither.
+    std::optional<double> train_len_loss, delta_loss;
     double logit_std = 0;
     double logit_abs_max = 0;
     std::optional<double> entropy, effective_support, mean_lag;  // of the last block's attention rows
@@ -52,9 +56,14 @@ struct Evaluation {
 // The arithmetic of evaluating a checkpoint under a protocol, in floating-point operations: for time left.
 double evaluation_work(const Checkpoint& checkpoint, const TokenStream& corpus, const Protocol& protocol);
 
+// Errors: a length that the held-out part cannot hold; more last targets than the shortest length has.
+void check_protocol(const Checkpoint& checkpoint, const TokenStream& corpus, const Protocol& protocol);
+
+// The longest length that evaluating this checkpoint involves.
+int64_t longest_length(const Checkpoint& checkpoint, const TokenStream& corpus, const Protocol& protocol);
+
 // One Evaluation per length of the protocol, in its order. `report` is called before each batch with the length and
-// the work that is done so far. Errors: a length that the held-out part cannot hold; more last targets than the
-// shortest length has.
+// the work that is done so far. Errors: a loss that is not finite.
 std::vector<Evaluation> evaluate_checkpoint(const Checkpoint& checkpoint, const TokenStream& corpus,
                                             const Protocol& protocol,
                                             const std::function<void(int64_t, double)>& report);

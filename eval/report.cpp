@@ -60,7 +60,7 @@ std::string evaluation_table(const std::vector<Evaluation>& list, const Protocol
                                         std::to_string(e.context),
                                         fmt::format("{:.4f}", e.loss),
                                         fmt::format("{:.2f}", e.perplexity),
-                                        fmt::format("{:+.4f}", e.delta_loss),
+                                        e.delta_loss ? fmt::format("{:+.4f}", *e.delta_loss) : "-",
                                         fmt::format("{:.3f}", e.logit_std),
                                         fmt::format("{:.2f}", e.logit_abs_max)};
         if (protocol.attention_stats)
@@ -157,11 +157,11 @@ std::string evaluation_json(const std::vector<Evaluation>& list, const Protocol&
             {"context", e.context},
             {"loss", e.loss},
             {"perplexity", e.perplexity},
-            {"train_len_loss", e.train_len_loss},
-            {"delta_loss", e.delta_loss},
             {"logit_std", e.logit_std},
             {"logit_abs_max", e.logit_abs_max},
         };
+        if (e.train_len_loss) object["train_len_loss"] = *e.train_len_loss;
+        if (e.delta_loss) object["delta_loss"] = *e.delta_loss;
         if (e.entropy) object["entropy"] = *e.entropy;
         if (e.effective_support) object["effective_support"] = *e.effective_support;
         if (e.mean_lag) object["mean_lag"] = *e.mean_lag;
@@ -177,7 +177,8 @@ std::string evaluation_json(const std::vector<Evaluation>& list, const Protocol&
         object["seconds"] = e.seconds;
         array.push_back(object);
     }
-    return array.dump(1) + "\n";
+    // A path that is not UTF-8 is written with U+FFFD.
+    return array.dump(1, ' ', false, nlohmann::ordered_json::error_handler_t::replace) + "\n";
 }
 
 std::string loss_by_position_csv(const std::vector<Evaluation>& list, const Protocol& protocol) {

@@ -44,6 +44,13 @@ void save_checkpoint(const std::filesystem::path& path, const Model& model, cons
     write_safetensors(path, file);
 }
 
+// The text of a setting; "" if it is not set.
+static std::string value_of(const std::vector<Setting>& settings, const std::string& path) {
+    for (const Setting& setting : settings)
+        if (setting.path == path) return setting.value;
+    return "";
+}
+
 static std::string metadata_value(const SafetensorsFile& file, const std::string& key) {
     const auto found = file.metadata.find(key);
     return found != file.metadata.end() ? found->second : "";
@@ -82,9 +89,13 @@ static std::vector<std::string> published_settings(const SafetensorsFile& file, 
     return settings;
 }
 
+std::filesystem::path checkpoint_file(const std::filesystem::path& run_folder) {
+    return run_folder / "checkpoint.safetensors";
+}
+
 Checkpoint load_checkpoint(const std::filesystem::path& given, const std::vector<std::string>& overrides) {
     Checkpoint checkpoint;
-    checkpoint.path = std::filesystem::is_directory(given) ? given / "checkpoint.safetensors" : given;
+    checkpoint.path = std::filesystem::is_directory(given) ? checkpoint_file(given) : given;
     const std::string name = checkpoint.path.string();
     if (!std::filesystem::exists(checkpoint.path))
         fail_usage("{}: {} (wanted a run folder, or a safetensors file)", given.string(),
@@ -99,7 +110,12 @@ Checkpoint load_checkpoint(const std::filesystem::path& given, const std::vector
         } catch (const Error& e) {
             fail("{}", e.what());  // a damaged file, not a bad configuration
         }
+        const std::string heads = value_of(settings, "model.heads");
         add_overrides(settings, overrides);
+        // Every other size shows in the tensors' shapes.
+        if (value_of(settings, "model.heads") != heads)
+            fail_usage("{}: model.heads: {} is another model than that of {}, which has {}",
+                       where_set(settings, "model.heads"), value_of(settings, "model.heads"), name, heads);
     } else {
         add_overrides(settings, published_settings(file, name));
         for (Setting& setting : settings) setting.where = name;

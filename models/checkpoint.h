@@ -28,6 +28,9 @@ void read_parameter_tensors(const Model& model, float* values, const Safetensors
 void save_checkpoint(const std::filesystem::path& path, const Model& model, const Config& config, int64_t step,
                      const std::string& corpus_sha256);
 
+// The checkpoint of a run folder.
+std::filesystem::path checkpoint_file(const std::filesystem::path& run_folder);
+
 struct Checkpoint {
     std::filesystem::path path;
     std::vector<Setting> settings;  // what the configuration was made from

@@ -10,7 +10,7 @@ std::vector<int64_t> draw_windows(TorchGenerator& generator, int64_t tokens, int
     return starts;
 }
 
-int64_t tokens_needed(int64_t T) {
+int64_t tokens_to_draw_from(int64_t T) {
     return T + 2;
 }
 
@@ -38,11 +38,11 @@ TokenStream open_corpus(const std::string& where, const std::string& corpus) {
     }
 }
 
-void check_fits(const std::string& where, const std::string& key, int64_t T, int64_t tokens,
+void check_fits(const std::string& where, const std::string& key, int64_t T, int64_t tokens, int64_t needed,
                 const std::string& part_name) {
-    if (tokens < tokens_needed(T))
+    if (tokens < needed)
         fail_usage("{}: {}: windows of {} tokens do not fit the {} of {} tokens (wanted at least {})", where, key, T,
-                   part_name, tokens, tokens_needed(T));
+                   part_name, tokens, needed);
 }
 
 }  // namespace jetlag

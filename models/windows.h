@@ -18,7 +18,7 @@ enum WindowStream : uint64_t { kTrainWindows = 1, kInitialEvalWindows = 2, kHeld
 std::vector<int64_t> draw_windows(TorchGenerator& generator, int64_t tokens, int64_t T, int64_t count);
 
 // The fewest tokens from which a window of T can be drawn: T + 2.
-int64_t tokens_needed(int64_t T);
+int64_t tokens_to_draw_from(int64_t T);
 
 // How many windows of T tokens a part holds without overlap.
 int64_t disjoint_windows(int64_t tokens, int64_t T);
@@ -31,8 +31,9 @@ Batch make_batch(std::span<const uint8_t> part, std::span<const int64_t> starts,
 // Opens data.corpus; `where` says where the key was set. Errors (exit code 2) name both, the path, and what is wrong.
 TokenStream open_corpus(const std::string& where, const std::string& corpus);
 
-// Exit code 2 if a part is too short for windows of T: `key` names the length, `part_name` the part.
-void check_fits(const std::string& where, const std::string& key, int64_t T, int64_t tokens,
+// Exit code 2 if a part of `tokens` tokens is too short for windows of T, which need `needed`: `key` names the length,
+// `part_name` the part.
+void check_fits(const std::string& where, const std::string& key, int64_t T, int64_t tokens, int64_t needed,
                 const std::string& part_name);
 
 }  // namespace jetlag

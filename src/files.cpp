@@ -102,12 +102,12 @@ FolderLock::~FolderLock() {
     if (fd >= 0) close(fd);
 }
 
-FolderLock lock_folder(const fs::path& path) {
+FolderLock lock_folder(const fs::path& path, bool wait) {
     FolderLock lock;
     lock.fd = open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (lock.fd < 0) fail("cannot open folder {}: {}", path.string(), std::strerror(errno));
     // Some file systems have no locks; there two processes are the user's to keep apart.
-    if (flock(lock.fd, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK)
+    if (flock(lock.fd, LOCK_EX | (wait ? 0 : LOCK_NB)) != 0 && errno == EWOULDBLOCK)
         fail("{}: another process is working in this folder", path.string());
     return lock;
 }

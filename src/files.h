@@ -31,8 +31,8 @@ struct FolderLock {
     FolderLock(FolderLock&& other) noexcept : fd(std::exchange(other.fd, -1)) {}
     ~FolderLock();
 };
-// Errors: another process holds it.
-FolderLock lock_folder(const std::filesystem::path& path);
+// Where another process holds it: an error, or, with `wait`, waits.
+FolderLock lock_folder(const std::filesystem::path& path, bool wait);
 
 // The whole file as a string. Errors name the path and the system's reason.
 std::string read_file(const std::filesystem::path& path);

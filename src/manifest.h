@@ -21,9 +21,9 @@ bool stream_matches(const std::filesystem::path& stream_path, const nlohmann::or
 
 // Writes the stream and then its manifest, each atomically, making the folder if need be; "size" and "sha256" are set
 // here. A kill between the two leaves a manifest that does not match, which stream_matches() finds.
-// A file that stands at stream_path without a manifest and holds other bytes was not made by data_prep: that is a
-// usage error unless `force`. Where the file already holds these bytes only the manifest is written.
-// Other errors name the path: a folder stands there, or it cannot be written.
+// A file that stands at stream_path without a manifest and holds other bytes was not made by data_prep, nor was a file
+// where the manifest goes that is no manifest: each is a usage error unless `force`. Where the file already holds these
+// bytes only the manifest is written. Other errors name the path: a folder stands there, or it cannot be written.
 void write_stream(const std::filesystem::path& stream_path, std::string_view bytes, nlohmann::ordered_json manifest,
                   bool force);
 

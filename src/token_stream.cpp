@@ -5,6 +5,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cmath>
 #include <cstring>
@@ -58,12 +59,12 @@ TokenStream open_token_stream(const std::filesystem::path& path) {
 }
 
 CorpusParts split_corpus(std::span<const uint8_t> tokens, double train_fraction) {
-    constexpr size_t kMinPart = 512;
     if (!(train_fraction >= 0 && train_fraction <= 1))
         fail_usage("train fraction {}, wanted a number from 0 to 1", train_fraction);
     size_t cut = static_cast<size_t>(std::floor(train_fraction * static_cast<double>(tokens.size())));
-    if (cut < kMinPart || tokens.size() - cut < kMinPart) cut = tokens.size() / 2;
-    return {tokens.first(cut), tokens.subspan(cut)};
+    const bool is_halved = std::min(cut, tokens.size() - cut) < kSmallestPart;
+    if (is_halved) cut = tokens.size() / 2;
+    return {tokens.first(cut), tokens.subspan(cut), is_halved};
 }
 
 }  // namespace jetlag

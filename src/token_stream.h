@@ -23,9 +23,12 @@ struct TokenStream {
 // Errors name the path: missing, a folder, a device, unreadable, empty. The file must not shrink while it is mapped.
 TokenStream open_token_stream(const std::filesystem::path& path);
 
+inline constexpr size_t kSmallestPart = 512;  // tokens
+
 struct CorpusParts {
     std::span<const uint8_t> train;  // the first floor(train_fraction * N) tokens
-    std::span<const uint8_t> eval;   // the rest; if either part is then under 512 tokens, the first is floor(N / 2)
+    std::span<const uint8_t> eval;   // the rest; if either part is then under kSmallestPart, the first is floor(N / 2)
+    bool is_halved = false;
 };
 // Errors (exit code 2): a fraction outside 0 to 1.
 CorpusParts split_corpus(std::span<const uint8_t> tokens, double train_fraction);

@@ -263,19 +263,35 @@ TEST(PrepareText, TakesAnyFile) {
     EXPECT_EQ(result.exit_code, 0) << result.err;
     EXPECT_EQ(read_file(out), bytes);
 
-    // A damaged manifest counts as none.
-    for (const std::string damaged : {"{", "[]", R"({"size": 1, "sha256": "", "name": 3, "source": "x"})"}) {
-        write_file_atomically(manifest_path(out), damaged);
-        result = run_program("prepare_text", {"--from", source, "--out", out});
-        EXPECT_EQ(result.exit_code, 0) << result.err;
-        EXPECT_EQ(manifest_of(out)["sha256"], sha256_hex(bytes));
-    }
-
-    // In place: only the manifest is added.
-    result = run_program("prepare_text", {"--from", source, "--out", source});
+    // A manifest that was cut short beside its stream is made whole; JSON that is no manifest is somebody's file.
+    write_file_atomically(manifest_path(out), std::string_view("{"));
+    result = run_program("prepare_text", {"--from", source, "--out", out});
     EXPECT_EQ(result.exit_code, 0) << result.err;
+    EXPECT_EQ(manifest_of(out)["sha256"], sha256_hex(bytes));
+    for (const std::string other : {"[]", R"({"size": 1, "sha256": "", "name": 3, "source": "x"})"}) {
+        write_file_atomically(manifest_path(out), other);
+        result = run_program("prepare_text", {"--from", source, "--out", out});
+        EXPECT_EQ(result.exit_code, 2);
+        EXPECT_NE(result.err.find(manifest_path(out).string() + ": is a file that data_prep did not write"),
+                  std::string::npos)
+            << result.err;
+        EXPECT_EQ(read_file(manifest_path(out)), other);
+    }
+    result = run_program("prepare_text", {"--from", source, "--out", out, "--force"});
+    EXPECT_EQ(result.exit_code, 0) << result.err;
+    EXPECT_EQ(manifest_of(out)["sha256"], sha256_hex(bytes));
+
+    // Neither the source nor its neighbour is ever replaced.
+    result = run_program("prepare_text", {"--from", source, "--out", source});
+    EXPECT_EQ(result.exit_code, 2);
+    EXPECT_NE(result.err.find("is the source itself, wanted another path"), std::string::npos) << result.err;
     EXPECT_EQ(read_file(source), bytes);
-    EXPECT_EQ(manifest_of(source)["sha256"], sha256_hex(bytes));
+    const std::filesystem::path json_source = folder.path / "notes.json";
+    write_file_atomically(json_source, std::string_view("{\"a\": 1}"));
+    result = run_program("prepare_text", {"--from", json_source, "--out", folder.path / "notes"});
+    EXPECT_EQ(result.exit_code, 2) << result.err;
+    EXPECT_EQ(read_file(json_source), "{\"a\": 1}");
+    EXPECT_FALSE(std::filesystem::exists(folder.path / "notes"));
 }
 
 TEST(PrepareText, JoinsThePartsOfWikiText2) {

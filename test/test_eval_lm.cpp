@@ -137,8 +137,9 @@ TEST(EvalLmErrors, Usage) {
           " of 2160 tokens (wanted at least 2161)"}},
         {{good, "--contexts", "16,64", "--targets", "last:32"},
          {"--targets last:32 wants at least as many tokens, and a context is 16"}},
-        {{good, "--contexts", "128", "--targets", "last:100"},
-         {"--targets last:100 wants at least as many tokens, and the training length is 64"}},
+        {{good, "--csv", good}, {"--csv " + good + ": is taken by " + good}},
+        {{good, "--csv", folder + "/same", "--json", folder + "/./same"}, {"/./same: is taken by " + folder + "/same"}},
+        {{good, "--set", "model.heads=1"}, {"model.heads: 1 is another model than that of " + good}},
         {{good, "--csv", folder + "/no/file.csv"}, {"--csv " + folder + "/no/file.csv: there is no folder ", "/no"}},
         {{good, "--json", folder}, {"--json " + folder + ": is a folder (wanted a file)"}},
         {{good, "--set", "model.positio=rope"}, {"model.positio: unknown key; did you mean model.position?"}},
@@ -537,6 +538,47 @@ TEST(EvalLm, SequentialWindowsAreTheWholeHeldOutPart) {
     const json ragged = w.evaluate({full, "--windows", "sequential", "--contexts", "100", "--batch", "4"});
     EXPECT_EQ(ragged[0]["protocol"]["window_count"], 21);
     EXPECT_EQ(ragged[0]["protocol"]["batches"], 6);
+    EXPECT_NEAR(ragged[0]["loss"], list[1]["loss"].get<double>(), 1e-6);
+    // The last token is the target of the last input: a window of all tokens but one fits.
+    EXPECT_EQ(w.evaluate({full, "--windows", "sequential", "--contexts", "2159"})[0]["protocol"]["window_count"], 1);
+}
+
+TEST(EvalLm, LastTargetsAreTheSameForCheckpointsOfEveryTrainingLength) {
+    Workshop w;
+    const fs::path near = w.save("near.safetensors", {"model.position=none", "train.context=32"});
+    const fs::path far = w.save("far.safetensors", {"model.position=none", "train.context=400"});
+    const json list = w.evaluate({near, far, "--contexts", "32,64", "--targets", "last:16", "--batches", "2"});
+    ASSERT_EQ(list.size(), 4u);
+    EXPECT_EQ(list[0]["loss"], list[2]["loss"]);
+    EXPECT_EQ(list[1]["loss"], list[3]["loss"]);
+}
+
+TEST(EvalLm, ATrainingLengthThatDoesNotFitLeavesNoDelta) {
+    Workshop w;
+    const fs::path far = w.save("far.safetensors", {"train.context=4096"});
+    const json list = w.evaluate({far, "--contexts", "64", "--batches", "1"});
+    EXPECT_FALSE(list[0].contains("delta_loss"));
+    EXPECT_FALSE(list[0].contains("train_len_loss"));
+    EXPECT_GT(list[0]["loss"], 0);
+}
+
+TEST(EvalLm, AResultThatCannotBeWrittenIsAFailure) {
+    Workshop w;
+    const std::string command = test::program_path("eval_lm").string() + " " + w.save("m.safetensors", {}).string() +
+                                " --contexts 32 --batches 1 2>/dev/null >/dev/full";
+    EXPECT_EQ(WEXITSTATUS(std::system(command.c_str())), kExitFailed);
+}
+
+TEST(EvalLm, EarlierCheckpointsAreNotLostWhenALaterOneFails) {
+    Workshop w;
+    const fs::path good = w.save("good.safetensors", {});
+    const fs::path bad =
+        w.save("bad.safetensors", {}, [](Model& m) { parameter(m, "norm.weight")[3] = std::nanf(""); });
+    const fs::path csv = w.path("table.csv");
+    const ProgramResult result = run_program("eval_lm", {good, bad, "--contexts", "32", "--csv", csv});
+    EXPECT_EQ(result.exit_code, kExitFailed);
+    EXPECT_NE(result.err.find("parameter norm.weight"), std::string::npos) << result.err;
+    EXPECT_EQ(read_csv(csv).size(), 1u);
 }
 
 TEST(EvalLm, LastTargetsAreTheSameUnderEachLength) {

@@ -75,6 +75,22 @@ TEST(ModelConfig, NamedAndComposedAgree) {
     expect_same({"model.position=alibi"}, {"model.position.lag_bias.kind=alibi"});
 }
 
+// softplus of the initial raw slope is the slope that was asked for, at both ends of its range.
+TEST(ModelConfig, AffineSlopeStartsWhereItShould) {
+    for (const double slope : {1e-6, 0.4, 2.0, 30.0, 1000.0}) {
+        const ModelShape shape =
+            model_shape(config_of({fmt::format("model.init_affine_slope={}", slope), "model.position=affine"}));
+        std::vector<float> parameters;
+        for (const BiasParameter& p : shape.lag_bias.module->parameters(shape.lag_bias))
+            for (int64_t i = 0, n = p.shape[0] * (p.shape.size() > 1 ? p.shape[1] : 1); i < n; i++)
+                parameters.push_back(p.initial.empty() ? 0.0f : p.initial[static_cast<size_t>(i)]);
+        for (const auto& [name, value] : shape.lag_bias.module->summary(shape.lag_bias, parameters.data()))
+            if (name == "affine_slope_mean") {
+                EXPECT_NEAR(value / slope, 1, 1e-6) << slope;
+            }
+    }
+}
+
 TEST(ModelConfig, ErrorsOfSeveralKeysTogether) {
     const auto expect_error = [](const std::vector<std::string>& overrides, const std::string& part) {
         const std::string message = error_of(overrides);

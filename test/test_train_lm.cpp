@@ -102,7 +102,7 @@ std::vector<double> logged_losses(const fs::path& run) {
 void expect_same_run(const fs::path& one, const fs::path& other) {
     EXPECT_EQ(logged_csv(one), logged_csv(other));
     EXPECT_EQ(logged_json(one), logged_json(other));
-    EXPECT_TRUE(read_file(checkpoint_path(one)) == read_file(checkpoint_path(other)));
+    EXPECT_TRUE(read_file(checkpoint_file(one)) == read_file(checkpoint_file(other)));
     EXPECT_TRUE(read_file(state_path(one)) == read_file(state_path(other)));
 }
 
@@ -283,6 +283,13 @@ TEST(TrainLmErrors, RunFolder) {
     }
     EXPECT_EQ(contents(w.run("run")), before);
 
+    // A checkpoint without its state is not trained over.
+    fs::rename(state_path(w.run("run")), w.folder.path / "state");
+    expect_error(w.resume("run"), "train_lm", kExitUsage,
+                 {state_path(w.run("run")).string() + ": cannot resume: not there, but ", "give another --out"});
+    fs::rename(w.folder.path / "state", state_path(w.run("run")));
+    EXPECT_EQ(contents(w.run("run")), before);
+
     // The same bytes elsewhere are the same corpus.
     fs::copy_file(w.corpus, w.folder.path / "copy.txt");
     EXPECT_EQ(w.resume("run", {"data.corpus=" + w.run("copy.txt").string()}).exit_code, kExitGood);
@@ -323,7 +330,7 @@ TEST(TrainLmErrors, DamagedState) {
     expect_refused(flipped(good.find("\"corpus_sha256\":\"") + 30), "is damaged");
     expect_refused(flipped(good.size() / 2), "is damaged");
     expect_refused(flipped(good.size() - 1), "is damaged");
-    expect_refused(read_file(checkpoint_path(w.run("run"))), "no tensor adam.m.embedding.weight");
+    expect_refused(read_file(checkpoint_file(w.run("run"))), "no tensor adam.m.embedding.weight");
 
     // Metadata that no train_lm wrote.
     SafetensorsFile file = parse_safetensors(good, "good");
@@ -333,8 +340,8 @@ TEST(TrainLmErrors, DamagedState) {
         const std::vector<std::byte> bytes = safetensors_bytes(changed);
         return std::string(reinterpret_cast<const char*>(bytes.data()), bytes.size());
     };
-    expect_refused(with_metadata("config", "not JSON"), "the configuration in its metadata is not a JSON object");
-    expect_refused(with_metadata("config", "7"), "the configuration in its metadata is not a JSON object");
+    expect_refused(with_metadata("config", "not JSON"), "malformed JSON");
+    expect_refused(with_metadata("config", "7"), "found JSON of type number; wanted an object");
     expect_refused(with_metadata("step", "many"), "step 'many' in its metadata is not a number");
     file.metadata.erase("generator");
     expect_refused(with_metadata("step", "4"), "no generator in its metadata: not a jetlag training state");
@@ -391,7 +398,7 @@ TEST(TrainLmFullDisk, ARealOne) {
     Workshop w;
     ASSERT_EQ(w.train("whole").exit_code, kExitGood);
     const uintmax_t state = fs::file_size(state_path(w.run("whole")));
-    const uintmax_t checkpoint = fs::file_size(checkpoint_path(w.run("whole")));
+    const uintmax_t checkpoint = fs::file_size(checkpoint_file(w.run("whole")));
     const fs::path disk = w.folder.path / "disk";
     fs::create_directory(disk);
     // Room for the first state and checkpoint, not for the new state beside them.
@@ -442,7 +449,7 @@ TEST(TrainLmDivergence, ALossThatIsNoNumber) {
     expect_error(
         result, "train_lm", kExitFailed,
         {fmt::format("step {}: the ", last + 1), " is nan; the first tensor with a NaN or infinity is ",
-         fmt::format("; the last good checkpoint, of step {}, is {}", last, checkpoint_path(w.run("run")).string())});
+         fmt::format("; the last good checkpoint, of step {}, is {}", last, checkpoint_file(w.run("run")).string())});
     EXPECT_EQ(nonfinite_parameters(w.run("run")), 0);
     EXPECT_EQ(saved_step(w.run("run")), last);
     for (double loss : logged_losses(w.run("run"))) EXPECT_TRUE(std::isfinite(loss));
@@ -450,7 +457,7 @@ TEST(TrainLmDivergence, ALossThatIsNoNumber) {
     settings = exploding;
     settings.push_back("train.save_every=0");
     expect_error(w.train("unsaved", settings), "train_lm", kExitFailed, {"; no checkpoint was saved before"});
-    EXPECT_FALSE(fs::exists(checkpoint_path(w.run("unsaved"))));
+    EXPECT_FALSE(fs::exists(checkpoint_file(w.run("unsaved"))));
 }
 
 // Changes one value of a tensor in the training state.
@@ -490,6 +497,19 @@ TEST(TrainLmDivergence, AnUpdateThatOverflowsIsNotSaved) {
                  {"step 2: the update made a parameter NaN or infinite; the first tensor with a NaN or infinity is "
                   "parameter embedding.weight; the last good checkpoint, of step 1, is "});
     EXPECT_EQ(nonfinite_parameters(w.run("run")), 0);
+    EXPECT_EQ(saved_step(w.run("run")), 1);
+}
+
+TEST(TrainLmDivergence, AHeldOutLossThatIsNoNumberStopsBeforeTheSave) {
+    Workshop w;
+    ASSERT_EQ(w.train("run", {"train.steps=1", "train.save_every=1", "train.eval_every=1"}).exit_code, kExitGood);
+    // Finite, and so is the loss of a batch without that byte; the corpus's held-out part has it in every window.
+    change_state(w.run("run"), "head.bias", 0, 3e38f);
+    change_state(w.run("run"), "head.weight", 0, 3e38f);
+    const ProgramResult result =
+        w.resume("run", {"train.steps=2", "train.save_every=1", "train.eval_every=1", "train.lr=0.003"});
+    EXPECT_EQ(result.exit_code, kExitFailed) << result.out;
+    EXPECT_NE(result.err.find("step 2: "), std::string::npos) << result.err;
     EXPECT_EQ(saved_step(w.run("run")), 1);
 }
 
@@ -627,7 +647,7 @@ TEST(TrainLmResume, AfterSignals) {
     const Variant& variant = kVariants[2];
     const Texts settings = with_steps(variant.settings, 120, 50);
     ASSERT_EQ(w.train("whole", settings).exit_code, kExitGood);
-    for (const int signal_number : {SIGTERM, SIGINT}) {
+    for (const int signal_number : {SIGTERM, SIGINT, SIGHUP, SIGPIPE}) {
         const std::string name = strsignal(signal_number);
         SCOPED_TRACE(name);
         RunningProgram program = test::start_program("train_lm", w.arguments(name, settings));
@@ -650,6 +670,21 @@ TEST(TrainLmResume, AfterSignals) {
         ASSERT_EQ(resumed.exit_code, kExitGood) << resumed.err;
         expect_same_run(w.run(name), w.run("whole"));
     }
+}
+
+// The evaluation that the signal falls into is finished: its loss is in the log for good.
+TEST(TrainLmResume, AfterASignalDuringAnEvaluation) {
+    Workshop w;
+    const Texts settings = {"train.steps=5", "train.eval_every=1", "train.eval_batches=400"};
+    ASSERT_EQ(w.train("whole", settings).exit_code, kExitGood);
+    RunningProgram program = test::start_program("train_lm", w.arguments("run", settings));
+    ASSERT_TRUE(wait_for_rows(program, w.run("run"), 2));
+    // A step takes a millisecond and its evaluation a hundred times as long.
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    kill(program.pid, SIGINT);
+    ASSERT_EQ(test::wait_for_program(program).exit_code, kExitFailed);
+    ASSERT_EQ(w.resume("run", settings).exit_code, kExitGood);
+    expect_same_run(w.run("run"), w.run("whole"));
 }
 
 TEST(TrainLmResume, AfterAKillBeforeTheFirstSave) {

@@ -1,6 +1,8 @@
 #include "train/run_folder.h"
 
 #include <algorithm>
+#include <cstdlib>
+#include <cstring>
 #include <nlohmann/json.hpp>
 
 #include "models/checkpoint.h"
@@ -21,9 +23,6 @@ std::filesystem::path config_path(const std::filesystem::path& folder) {
 std::filesystem::path state_path(const std::filesystem::path& folder) {
     return folder / "state.safetensors";
 }
-std::filesystem::path checkpoint_path(const std::filesystem::path& folder) {
-    return folder / "checkpoint.safetensors";
-}
 static std::filesystem::path csv_path(const std::filesystem::path& folder) {
     return folder / "log.csv";
 }
@@ -32,10 +31,9 @@ static std::filesystem::path jsonl_path(const std::filesystem::path& folder) {
 }
 
 bool holds_a_run(const std::filesystem::path& folder) {
-    for (const auto& path :
-         {config_path(folder), state_path(folder), checkpoint_path(folder), csv_path(folder), jsonl_path(folder)})
+    for (const auto& path : {state_path(folder), checkpoint_file(folder)})
         if (std::filesystem::exists(path)) return true;
-    return false;
+    return std::filesystem::exists(csv_path(folder)) && read_file(csv_path(folder)).size() > std::strlen(kLogHeader);
 }
 
 void save_run(const std::filesystem::path& folder, const Model& model, const TrainingState& state, const Config& config,
@@ -53,7 +51,7 @@ void save_run(const std::filesystem::path& folder, const Model& model, const Tra
         sync_file(csv_path(folder));
         sync_file(jsonl_path(folder));
         write_safetensors(state_path(folder), file);
-        save_checkpoint(checkpoint_path(folder), model, config, state.step, corpus_sha256);
+        save_checkpoint(checkpoint_file(folder), model, config, state.step, corpus_sha256);
     } catch (const Error& e) {
         const int64_t good = saved_step(folder);
         fail("{}; {}", e.what(),
@@ -93,9 +91,13 @@ static bool may_change(const std::string& key, const Config& config) {
 }
 
 static void check_same_config(const std::string& saved_json, const Config& config, const std::string& name) {
-    const json parsed = json::parse(saved_json, nullptr, false);
-    if (!parsed.is_object()) fail("{}: the configuration in its metadata is not a JSON object", name);
-    const json saved = parsed.flatten(), now = json::parse(config_json(config)).flatten();
+    std::string resolved;
+    try {
+        resolved = config_json(make_config(settings_from_json(saved_json, name)));
+    } catch (const Error& e) {
+        fail("{}", e.what());  // a damaged file, not a bad configuration
+    }
+    const json saved = json::parse(resolved).flatten(), now = json::parse(config_json(config)).flatten();
     std::vector<std::string> keys;
     for (const json* side : {&saved, &now})
         for (const auto& item : side->items()) keys.push_back(item.key());
@@ -110,6 +112,9 @@ static void check_same_config(const std::string& saved_json, const Config& confi
 
 void load_run(const std::filesystem::path& folder, Model& model, TrainingState& state, const Config& config,
               const std::string& corpus_sha256) {
+    if (!std::filesystem::exists(state_path(folder)) && std::filesystem::exists(checkpoint_file(folder)))
+        fail_usage("{}: cannot resume: not there, but {} is, which starting again would replace; give another --out",
+                   state_path(folder).string(), checkpoint_file(folder).string());
     const std::string name = state_path(folder).string();
     const SafetensorsFile file = read_safetensors(name);
     check_same_config(metadata_of(file, kMetadataConfig, name), config, name);
@@ -133,7 +138,8 @@ void start_logs(const std::filesystem::path& folder) {
 }
 
 // Keeps the complete lines up to `step`; the last line may have been cut short by a kill or a full disk.
-void truncate_logs(const std::filesystem::path& folder, int64_t step) {
+double truncate_logs(const std::filesystem::path& folder, int64_t step) {
+    double seconds = 0;
     for (const auto& path : {csv_path(folder), jsonl_path(folder)}) {
         const bool is_csv = path == csv_path(folder);
         const std::string text = std::filesystem::exists(path) ? read_file(path) : "";
@@ -149,10 +155,13 @@ void truncate_logs(const std::filesystem::path& folder, int64_t step) {
                 const json row = json::parse(line, nullptr, false);
                 if (row.is_object() && row.contains("step") && row["step"].is_number_integer()) line_step = row["step"];
             }
-            if (line_step >= 0 && line_step <= step) kept += line + "\n";
+            if (line_step < 0 || line_step > step) continue;
+            kept += line + "\n";
+            if (is_csv) seconds = std::atof(line.substr(line.rfind(',') + 1).c_str());
         }
         write_file_atomically(path, kept);
     }
+    return seconds;
 }
 
 void append_log(const std::filesystem::path& folder, const LogRow& row) {

@@ -33,14 +33,13 @@ struct LogRow {
     double lr = 0;
     double tokens_per_second = 0;
     double percent_of_peak = 0;
-    double seconds = 0;  // of training since the start of this process
+    double seconds = 0;  // of training, over all processes that the run took
 };
 
 std::filesystem::path config_path(const std::filesystem::path& folder);
 std::filesystem::path state_path(const std::filesystem::path& folder);
-std::filesystem::path checkpoint_path(const std::filesystem::path& folder);
 
-// True if the folder holds any file of a run.
+// True if the folder holds something that a new run would lose: a state, a checkpoint, or rows of a log.
 bool holds_a_run(const std::filesystem::path& folder);
 
 // Writes the state, then the checkpoint, each atomically. Errors name the file and say which step the last good
@@ -56,9 +55,9 @@ int64_t saved_step(const std::filesystem::path& folder);
 void load_run(const std::filesystem::path& folder, Model& model, TrainingState& state, const Config& config,
               const std::string& corpus_sha256);
 
-// Starts empty logs, or, when resuming, drops the rows after `step`.
+// Starts empty logs, or, when resuming, drops the rows after `step` and returns the seconds of the last one kept.
 void start_logs(const std::filesystem::path& folder);
-void truncate_logs(const std::filesystem::path& folder, int64_t step);
+double truncate_logs(const std::filesystem::path& folder, int64_t step);
 
 // Appends one row to both logs.
 void append_log(const std::filesystem::path& folder, const LogRow& row);

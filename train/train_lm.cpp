@@ -22,16 +22,17 @@ namespace {
 
 volatile std::sig_atomic_t caught_signal = 0;
 
-// The first signal asks the loop to save and stop; a second one has its default action.
+// The first signal asks the loop to save and stop; a second one has its default action. A broken pipe (the output went
+// to `head`) comes again with every line, and is no reason to lose the run.
 void on_signal(int signal) {
     caught_signal = signal;
 }
 
 void catch_signals() {
-    for (int signal : {SIGINT, SIGTERM}) {
+    for (int signal : {SIGINT, SIGTERM, SIGHUP, SIGPIPE}) {
         struct sigaction action = {};
         action.sa_handler = on_signal;
-        action.sa_flags = static_cast<int>(SA_RESETHAND) | SA_RESTART;
+        action.sa_flags = (signal == SIGPIPE ? 0 : static_cast<int>(SA_RESETHAND)) | SA_RESTART;
         sigaction(signal, &action, nullptr);
     }
 }
@@ -50,22 +51,22 @@ double learning_rate(const TrainSettings& train, int64_t step) {
 }
 
 void check_lengths(const Config& config, const std::vector<Setting>& settings, const CorpusParts& parts) {
-    const int64_t train = static_cast<int64_t>(parts.train.size()), eval = static_cast<int64_t>(parts.eval.size());
-    const std::string corpus = config.data.corpus, held_out = "held-out part of " + corpus;
-    check_fits(where_set(settings, "train.context"), "train.context", config.train.context, train,
-               "training part of " + corpus);
-    check_fits(where_set(settings, "train.context"), "train.context", config.train.context, eval, held_out);
-    for (int64_t context : config.eval.contexts)
-        check_fits(where_set(settings, "eval.contexts"), "eval.contexts", context, eval, held_out);
+    const auto check = [&](const char* key, int64_t T, std::span<const uint8_t> part, const char* name) {
+        check_fits(where_set(settings, key), key, T, static_cast<int64_t>(part.size()), tokens_to_draw_from(T),
+                   fmt::format("{} part of {}", name, config.data.corpus));
+    };
+    check("train.context", config.train.context, parts.train, "training");
+    check("train.context", config.train.context, parts.eval, "held-out");
+    for (int64_t context : config.eval.contexts) check("eval.contexts", context, parts.eval, "held-out");
 }
 
-// The mean loss of each batch of `count` held-out batches of the size of a training batch.
+// The mean loss of each of `count` held-out batches of the size of a training batch.
 std::vector<double> held_out_losses(const Model& model, Activations& acts, const Config& config,
-                                    std::span<const uint8_t> part, int64_t count,
+                                    std::span<const uint8_t> part, int64_t count, bool stops_at_signal,
                                     const std::function<TorchGenerator&(int64_t)>& generator_of) {
     std::vector<double> losses;
     const int64_t T = config.train.context, passes = config.train.accumulate, B = config.train.batch / passes;
-    for (int64_t n = 0; n < count && caught_signal == 0; n++) {
+    for (int64_t n = 0; n < count && !(stops_at_signal && caught_signal != 0); n++) {
         const std::vector<int64_t> starts =
             draw_windows(generator_of(n), static_cast<int64_t>(part.size()), T, config.train.batch);
         double loss = 0;
@@ -102,6 +103,9 @@ void print_setup(const Config& config, const Model& model, const TokenStream& co
     fmt::print("corpus       {}: {} tokens, {} to train on, {} held out\n", corpus.path.string(), corpus.tokens.size(),
                parts.train.size(), parts.eval.size());
     fmt::print("             SHA-256 {}\n", corpus.sha256);
+    if (parts.is_halved)
+        fmt::print("             half and half: at data.train_fraction {} a part would have under {} tokens\n",
+                   config.data.train_fraction, kSmallestPart);
     fmt::print("training     {} steps of {} windows of {} tokens{}, AdamW lr {} ({}), seed {}{}\n", config.train.steps,
                config.train.batch, config.train.context,
                config.train.accumulate > 1 ? fmt::format(" in {} passes", config.train.accumulate) : "",
@@ -129,7 +133,7 @@ void print_row(const LogRow& row, const Config& config, double seconds_left) {
 std::string last_good(const std::filesystem::path& folder) {
     const int64_t step = saved_step(folder);
     return step >= 0
-               ? fmt::format("the last good checkpoint, of step {}, is {}", step, checkpoint_path(folder).string())
+               ? fmt::format("the last good checkpoint, of step {}, is {}", step, checkpoint_file(folder).string())
                : "no checkpoint was saved before";
 }
 
@@ -140,9 +144,6 @@ int train(const Config& config, const std::vector<Setting>& settings, const std:
     const CorpusParts parts = split_corpus(corpus.tokens, config.data.train_fraction);
     check_lengths(config, settings, parts);
 
-    make_folder(folder);
-    const FolderLock lock = lock_folder(folder);
-
     const TrainSettings& t = config.train;
     const int64_t T = t.context, B = t.batch / t.accumulate;
     Model model = make_model(model_shape(config));
@@ -151,17 +152,20 @@ int train(const Config& config, const std::vector<Setting>& settings, const std:
     state.m = DeviceArray<float>(model.parameters.size);
     state.v = DeviceArray<float>(model.parameters.size);
     initialize_model(model, state.generator);
-    const bool has_state = resume && std::filesystem::exists(state_path(folder));
-    if (has_state) load_run(folder, model, state, config, corpus.sha256);
+    Activations acts = make_activations(model.shape, B, T, Mode::training, false);
+    Activations eval_acts = make_activations(model.shape, B, T, Mode::inference, false);
+    DeviceArray<float> gradients(model.parameters.size);
 
+    make_folder(folder);
+    const FolderLock lock = lock_folder(folder, false);
+    const bool has_state =
+        resume && (std::filesystem::exists(state_path(folder)) || std::filesystem::exists(checkpoint_file(folder)));
+    if (has_state) load_run(folder, model, state, config, corpus.sha256);
     const double peak = measure_peak_flops();
     print_setup(config, model, corpus, parts, folder, peak);
     write_file_atomically(config_path(folder), config_yaml(config));
     catch_signals();
 
-    Activations acts = make_activations(model.shape, B, T, Mode::training, false);
-    Activations eval_acts = make_activations(model.shape, B, T, Mode::inference, false);
-    DeviceArray<float> gradients(model.parameters.size);
     const uint64_t own_seed = static_cast<uint64_t>(t.data_seed.value_or(t.seed));
     TorchGenerator indexed;
     // With a data seed, batch n of a stream is a function of that seed and n alone.
@@ -170,15 +174,16 @@ int train(const Config& config, const std::vector<Setting>& settings, const std:
         return indexed;
     };
 
+    double seconds_before = 0;  // of training, of the processes before this one
     if (has_state) {
-        truncate_logs(folder, state.step);
+        seconds_before = truncate_logs(folder, state.step);
         save_run(folder, model, state, config, corpus.sha256);  // the kill may have come before the checkpoint's turn
         fmt::print("resuming after step {}\n", state.step);
     } else {
         if (resume) fmt::print("no state in {} yet: starting from the beginning\n", folder.string());
         start_logs(folder);
         const std::vector<double> losses = held_out_losses(
-            model, eval_acts, config, parts.eval, t.initial_eval_batches, [&](int64_t n) -> TorchGenerator& {
+            model, eval_acts, config, parts.eval, t.initial_eval_batches, true, [&](int64_t n) -> TorchGenerator& {
                 return t.data_seed ? indexed_generator(kInitialEvalWindows, n) : state.generator;
             });
         if (caught_signal != 0)
@@ -201,9 +206,10 @@ int train(const Config& config, const std::vector<Setting>& settings, const std:
         saved = state.step;
     };
     // Callers take the magnitude of what they found: the sign of a NaN means nothing.
-    const auto diverged = [&](int64_t step, const std::string& what, const DeviceArray<float>* with_gradients) {
+    const auto diverged = [&](int64_t step, const std::string& what, const Activations& in,
+                              const DeviceArray<float>* with_gradients) {
         clear_progress(progress);
-        const std::string tensor = first_nonfinite_tensor(model, acts, with_gradients, B, T);
+        const std::string tensor = first_nonfinite_tensor(model, in, with_gradients, B, T);
         fail("step {}: {}; the first tensor with a NaN or infinity is {}; {}", step, what,
              tensor.empty() ? "none (the sum overflowed)" : tensor, last_good(folder));
     };
@@ -222,12 +228,12 @@ int train(const Config& config, const std::vector<Setting>& settings, const std:
                 parts.train, std::span(starts).subspan(static_cast<size_t>(pass * B), static_cast<size_t>(B)), T);
             const double loss = train_batch(model, acts, gradients, batch.tokens, batch.targets, B, T,
                                             1 / static_cast<double>(t.accumulate));
-            if (!std::isfinite(loss)) diverged(step, fmt::format("the loss is {}", std::fabs(loss)), nullptr);
+            if (!std::isfinite(loss)) diverged(step, fmt::format("the loss is {}", std::fabs(loss)), acts, nullptr);
             row.loss += loss / static_cast<double>(t.accumulate);
         }
         row.grad_norm = std::sqrt(moments(gradients.data, gradients.size).sum_of_squares);
         if (!std::isfinite(row.grad_norm))
-            diverged(step, fmt::format("the gradient norm is {}", std::fabs(row.grad_norm)), &gradients);
+            diverged(step, fmt::format("the gradient norm is {}", std::fabs(row.grad_norm)), acts, &gradients);
         row.lr = learning_rate(t, step);
         const double clip = t.grad_clip > 0 && row.grad_norm > t.grad_clip ? t.grad_clip / row.grad_norm : 1;
         adamw(model.parameters.data, state.m.data, state.v.data, gradients.data, model.takes_part.data,
@@ -242,16 +248,19 @@ int train(const Config& config, const std::vector<Setting>& settings, const std:
         const bool last = step == t.steps, evaluates = t.eval_every > 0 && (step % t.eval_every == 0 || last);
         if (evaluates) {
             const std::vector<double> losses =
-                held_out_losses(model, eval_acts, config, parts.eval, t.eval_batches,
+                held_out_losses(model, eval_acts, config, parts.eval, t.eval_batches, false,
                                 [&](int64_t n) -> TorchGenerator& { return indexed_generator(kHeldOutWindows, n); });
-            if (!losses.empty()) row.heldout_loss = mean(losses);
+            row.heldout_loss = mean(losses);
+            if (!std::isfinite(*row.heldout_loss))
+                diverged(step, fmt::format("the held-out loss after its update is {}", std::fabs(*row.heldout_loss)),
+                         eval_acts, nullptr);
         }
         const double done = static_cast<double>(step - first_step);
         const double left = (seconds + other_seconds) / done * static_cast<double>(t.steps - step);
         if (step % t.log_every == 0 || step == 1 || last || evaluates) {
             row.tokens_per_second = step_tokens * static_cast<double>(window_steps) / window_seconds;
             row.percent_of_peak = 100 * step_flops * static_cast<double>(window_steps) / window_seconds / peak;
-            row.seconds = seconds;
+            row.seconds = seconds_before + seconds;
             clear_progress(progress);
             print_row(row, config, left);
             append_log(folder, row);
@@ -260,7 +269,7 @@ int train(const Config& config, const std::vector<Setting>& settings, const std:
         }
         if (last || caught_signal != 0 || (t.save_every > 0 && step % t.save_every == 0)) {
             if (!std::isfinite(moments(model.parameters.data, model.parameters.size).sum_of_squares))
-                diverged(step, "the update made a parameter NaN or infinite", nullptr);
+                diverged(step, "the update made a parameter NaN or infinite", acts, nullptr);
             save();
         }
         other_seconds += seconds_since(after);
@@ -275,7 +284,7 @@ int train(const Config& config, const std::vector<Setting>& settings, const std:
              state_path(folder).string());
     fmt::print("done: {} steps, {:.0f} tokens/s; checkpoint {}\n", state.step - first_step,
                seconds > 0 ? step_tokens * static_cast<double>(state.step - first_step) / seconds : 0.0,
-               checkpoint_path(folder).string());
+               checkpoint_file(folder).string());
     return kExitGood;
 }
 
@@ -286,7 +295,9 @@ int run(int argc, char** argv) {
     std::vector<std::string> overrides;
     bool resume = false;
     app.add_option("CONFIG", config_file, "YAML file; with --resume the run folder's own if not given");
-    app.add_option("--set", overrides, "KEY=VALUE over the file's value; repeatable")->allow_extra_args(false);
+    app.add_option("--set", overrides,
+                   "KEY=VALUE over the file's value; repeatable. A VALUE {...} replaces the whole section KEY")
+        ->allow_extra_args(false);
     app.add_option("--out", out, "run folder (default: runs/NAME-POSITION, NAME from the name of CONFIG)");
     app.add_flag("--resume", resume, "continue the run in the run folder as if it had never stopped");
     app.footer("Keys:\n" + help_text(config_keys(defaults)));
@@ -304,7 +315,8 @@ int run(int argc, char** argv) {
     if (out.empty())
         out = std::filesystem::path("runs") /
               fmt::format("{}-{}", std::filesystem::path(config_file).stem().string(), model_shape(config).position);
-    if (resume && !holds_a_run(out)) fail_usage("{}: nothing to resume: no run there", out);
+    if (resume && !holds_a_run(out) && !std::filesystem::exists(config_path(out)))
+        fail_usage("{}: nothing to resume: no run there", out);
     if (!resume && holds_a_run(out))
         fail_usage("{}: holds a run already; continue it with --resume, or give another folder with --out", out);
     return train(config, settings, out, resume);

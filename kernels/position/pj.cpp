@@ -17,7 +17,13 @@ static std::vector<Option> pj_options() {
         {"frequencies", Option::integer, 1, 1, kPjMaxFrequencies, {}, "pj: frequencies F per head (Definition 1)"},
         {"cycles_min", Option::real, 1, 0, 1e6, {}, "pj: cycles per L of the first frequency at the start"},
         {"cycles_max", Option::real, 17, 0, 1e6, {}, "pj: cycles per L of the last frequency at the start"},
-        {"constant", Option::flag, 0, 0, 1, {}, "pj: learn a constant b0 per head (Definition 1)"},
+        {"constant",
+         Option::flag,
+         0,
+         0,
+         1,
+         {},
+         "pj: add a constant b0 per head (Definition 1); softmax cannot see it, so its value means nothing"},
         {"lc_damping", Option::flag, 0, 0, 1, {}, "pj: learn a damping of the LC sector (Definition 1)"},
     };
 }
@@ -41,7 +47,9 @@ static std::vector<BiasParameter> pj_parameters(const LagBiasSpec& spec) {
         for (size_t i = 0; i < gate_logits.size(); i++)
             gate_logits[i] = static_cast<int>(i % kPjSectorCount) == favoured ? 2.0f : -2.0f;
     const std::vector<float> zeros(heads * static_cast<size_t>(orders), 0.0f), minus_two(heads, -2.0f);
-    const float raw_slope = static_cast<float>(std::log(std::expm1(spec.options[kPjAffineSlope])));
+    // The inverse of softplus, ln(e^s - 1), in a form that does not overflow.
+    const double slope = spec.options[kPjAffineSlope];
+    const float raw_slope = static_cast<float>(slope + std::log(-std::expm1(-slope)));
 
     // One frequency per head is the published case and has the published shapes, without a dimension for F.
     const std::vector<int64_t> per_frequency = F == 1 ? std::vector<int64_t>{H} : std::vector<int64_t>{H, F};
