@@ -230,8 +230,9 @@ void draw_plot(const std::filesystem::path& svg, const std::vector<Evaluation>& 
     script += "set output " + plot_text(drawn.string()) + "\n";
     // The one text in double quotes, for the line break; nothing in it comes from the user.
     script += "set title \"Held-out loss against context length\\n" + protocol_text(protocol) + "\" noenhanced\n";
-    script += "set xlabel 'context length (tokens)'\nset ylabel 'loss (nats per token)'\nset logscale x 2\n";
-    script += "set key below noenhanced width 2\nset grid lc rgb '#dddddd'\n";
+    script +=
+        "set xlabel 'context length (tokens)' offset 0,0.6\nset ylabel 'loss (nats per token)'\nset logscale x 2\n";
+    script += "set key below noenhanced width 2 spacing 1.1\nset grid lc rgb '#dddddd'\n";
     script += "set offsets graph 0.02, graph 0.02, graph 0.05, graph 0.05\n";
     std::vector<int64_t> contexts;
     for (const Evaluation& e : list) contexts.push_back(e.context);
@@ -258,10 +259,12 @@ void draw_plot(const std::filesystem::path& svg, const std::vector<Evaluation>& 
         script += "EOD\n";
         const std::string title =
             same_position > 0 ? fmt::format("{} ({})", position, short_name(checkpoints[i])) : position;
-        // Lines that lie on each other still show: later ones are thinner and dashed.
-        plots += fmt::format("{}$data{} using 1:2 with linespoints lw {} dt {} pt {} ps 0.7 lc rgb '{}' title {}",
-                             i > 0 ? ", " : "", i, i % 2 == 0 ? 3 : 2, i % 2 == 0 ? 1 : 2, 5 + i % 4 * 2,
-                             colours[i % std::size(colours)], plot_text(title));
+        // Of lines that lie on each other the later is thinner, so that all show.
+        const double behind = static_cast<double>(checkpoints.size() - 1 - i);
+        const double width = 2 + 5 * behind / std::max(1.0, static_cast<double>(checkpoints.size() - 1));
+        plots += fmt::format("{}$data{} using 1:2 with linespoints lw {:.2f} pt 7 ps {:.2f} lc rgb '{}' title {}",
+                             i > 0 ? ", " : "", i, width, 0.3 + 0.15 * width, colours[i % std::size(colours)],
+                             plot_text(title));
     }
     script += "plot " + plots + "\n";
 
