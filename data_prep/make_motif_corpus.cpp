@@ -22,11 +22,6 @@ uint64_t parse_seed(const std::string& text) {
     return seed;
 }
 
-bool same_place(const std::filesystem::path& a, const std::filesystem::path& b) {
-    return std::filesystem::weakly_canonical(std::filesystem::absolute(a)) ==
-           std::filesystem::weakly_canonical(std::filesystem::absolute(b));
-}
-
 struct Stream {
     std::filesystem::path path;
     std::string text;
@@ -98,8 +93,8 @@ int main(int argc, char** argv) {
         if (!parse_command_line(app, argc, argv)) return kExitGood;
         options.seed = parse_seed(seed);
         if (out.empty()) out = shuffle ? "data/motif_shuffled.txt" : "data/motif.txt";
-        if (!control.empty() && (same_place(out, control) || same_place(out, manifest_path(control).string()) ||
-                                 same_place(manifest_path(out).string(), control)))
+        if (!control.empty() && (same_place(out, control) || same_place(out, manifest_path(control)) ||
+                                 same_place(manifest_path(out), control)))
             fail_usage("--control {}: is the path of the corpus itself or of its manifest, wanted another", control);
 
         const std::vector<std::string> arguments(argv + 1, argv + argc);

@@ -34,14 +34,11 @@ void check_writable(const std::string& option, const std::string& path, const st
     if (!folder.empty() && !std::filesystem::is_directory(folder))
         fail_usage("{} {}: there is no folder {}", option, path, folder.string());
     if (std::filesystem::is_directory(path)) fail_usage("{} {}: is a folder (wanted a file)", option, path);
-    const auto place = [](const std::filesystem::path& p) {
-        return std::filesystem::weakly_canonical(std::filesystem::absolute(p));
-    };
     for (const std::string& other : taken) {
         if (other.empty() || std::filesystem::is_character_file(path)) continue;
         const std::filesystem::path file =
             std::filesystem::is_directory(other) ? checkpoint_file(other) : std::filesystem::path(other);
-        if (place(path) == place(file)) fail_usage("{} {}: is taken by {}", option, path, other);
+        if (same_place(path, file)) fail_usage("{} {}: is taken by {}", option, path, other);
     }
 }
 
@@ -125,14 +122,14 @@ int run(int argc, char** argv) {
     protocol.windows = windows == "random" ? Windows::random : Windows::sequential;
     protocol.last_targets = last_targets;
     protocol.attention_stats = stats;
-    for (size_t i = 0; i < loaded.size(); i++)
-        protocol.longest = std::max(protocol.longest, longest_length(loaded[i], corpora[i], protocol));
+    for (size_t i = 0; i < loaded.size(); i++) protocol.longest = longest_length(loaded[i], corpora[i], protocol);
     for (size_t i = 0; i < loaded.size(); i++) check_protocol(loaded[i], corpora[i], protocol);
 
     Progress progress = make_progress();
     const auto start = std::chrono::steady_clock::now();
-    double all_work = 0, work_before = 0;
-    for (size_t i = 0; i < loaded.size(); i++) all_work += evaluation_work(loaded[i], corpora[i], protocol);
+    std::vector<double> work_up_to = {0};  // and including the checkpoints before
+    for (size_t i = 0; i < loaded.size(); i++)
+        work_up_to.push_back(work_up_to.back() + evaluation_work(loaded[i], corpora[i], protocol));
     std::vector<Evaluation> list;
     const auto write_reports = [&]() {
         fmt::print("{}", evaluation_table(list, protocol));
@@ -144,7 +141,7 @@ int run(int argc, char** argv) {
     for (size_t i = 0; i < loaded.size(); i++) {
         int64_t announced = 0;
         const auto report = [&](int64_t context, double work) {
-            const double share = (work_before + work) / all_work;
+            const double share = (work_up_to[i] + work) / work_up_to.back();
             const double elapsed = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
             const std::string left = share > 0 ? duration_text(elapsed / share - elapsed) : "?";
             draw_progress(progress, fmt::format("{} at {}", checkpoints[i], context), share, "left " + left);
@@ -164,7 +161,6 @@ int run(int argc, char** argv) {
             if (!list.empty()) write_reports();
             throw;
         }
-        work_before += evaluation_work(loaded[i], corpora[i], protocol);
     }
     clear_progress(progress);
     write_reports();

@@ -21,12 +21,22 @@ std::string protocol_text(const Protocol& protocol) {
     return fmt::format("{}, batches of {}, {}", windows, protocol.batch, targets);
 }
 
-// The starts of all windows of T tokens. With fixed targets the windows end where those of the longest length end.
+// With fixed targets the windows of all lengths end where those of the longest length end.
+static int64_t window_span(const Protocol& protocol, int64_t T, int64_t longest) {
+    return protocol.last_targets > 0 ? longest : T;
+}
+
+static int64_t window_count(const Protocol& protocol, int64_t tokens, int64_t T, int64_t longest) {
+    return protocol.windows == Windows::sequential ? disjoint_windows(tokens, window_span(protocol, T, longest))
+                                                   : protocol.batches * protocol.batch;
+}
+
+// The starts of all windows of T tokens.
 static std::vector<int64_t> window_starts(const Protocol& protocol, int64_t tokens, int64_t T, int64_t longest) {
-    const int64_t span = protocol.last_targets > 0 ? std::max(protocol.longest, longest) : T;
+    const int64_t span = window_span(protocol, T, longest);
     std::vector<int64_t> starts;
     if (protocol.windows == Windows::sequential) {
-        for (int64_t n = 0; n < disjoint_windows(tokens, span); n++) starts.push_back(n * span);
+        for (int64_t n = 0; n < window_count(protocol, tokens, T, longest); n++) starts.push_back(n * span);
     } else {
         for (int64_t n = 0; n < protocol.batches; n++) {
             TorchGenerator generator = make_indexed_generator(protocol.seed, kEvalWindows, static_cast<uint64_t>(n));
@@ -60,7 +70,7 @@ static std::vector<int64_t> lengths_of(const Checkpoint& checkpoint, const Token
 
 int64_t longest_length(const Checkpoint& checkpoint, const TokenStream& corpus, const Protocol& protocol) {
     const std::vector<int64_t> lengths = lengths_of(checkpoint, corpus, protocol);
-    return *std::max_element(lengths.begin(), lengths.end());
+    return std::max(protocol.longest, *std::max_element(lengths.begin(), lengths.end()));
 }
 
 static Evaluation evaluate_at(const Checkpoint& checkpoint, std::span<const uint8_t> part, const Protocol& protocol,
@@ -134,7 +144,7 @@ void check_protocol(const Checkpoint& checkpoint, const TokenStream& corpus, con
             fail_usage("{}: --targets last:{} wants at least as many tokens, and a context is {}", where,
                        protocol.last_targets, T);
     }
-    const int64_t longest = std::max(protocol.longest, longest_length(checkpoint, corpus, protocol));
+    const int64_t longest = longest_length(checkpoint, corpus, protocol);
     if (protocol.last_targets > 0)
         check_fits(where, "longest length of all checkpoints", longest, tokens, tokens_needed(protocol, longest), part);
 }
@@ -144,7 +154,7 @@ double evaluation_work(const Checkpoint& checkpoint, const TokenStream& corpus, 
     const int64_t longest = longest_length(checkpoint, corpus, protocol);
     double work = 0;
     for (int64_t T : lengths_of(checkpoint, corpus, protocol))
-        work += static_cast<double>(window_starts(protocol, tokens, T, longest).size()) *
+        work += static_cast<double>(window_count(protocol, tokens, T, longest)) *
                 forward_flops(checkpoint.model.shape, 1, T);
     return work;
 }

@@ -59,7 +59,7 @@ double evaluation_work(const Checkpoint& checkpoint, const TokenStream& corpus, 
 // Errors: a length that the held-out part cannot hold; more last targets than the shortest length has.
 void check_protocol(const Checkpoint& checkpoint, const TokenStream& corpus, const Protocol& protocol);
 
-// The longest length that evaluating this checkpoint involves.
+// The longest length that evaluating this checkpoint involves, protocol.longest among them.
 int64_t longest_length(const Checkpoint& checkpoint, const TokenStream& corpus, const Protocol& protocol);
 
 // One Evaluation per length of the protocol, in its order. `report` is called before each batch with the length and

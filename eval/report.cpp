@@ -21,6 +21,10 @@ static std::string targets_name(const Protocol& protocol) {
     return protocol.last_targets == 0 ? "all" : fmt::format("last:{}", protocol.last_targets);
 }
 
+static int64_t batch_count(const Evaluation& e, const Protocol& protocol) {
+    return (e.windows + protocol.batch - 1) / protocol.batch;
+}
+
 // The checkpoint of a run folder is known by its folder.
 static std::string short_name(const std::string& checkpoint) {
     const std::filesystem::path path(checkpoint);
@@ -139,8 +143,8 @@ std::string evaluation_csv(const std::vector<Evaluation>& list, const Protocol& 
                 if (figure.first == name) text += number(figure.second);
         }
         text += fmt::format(",{},{},{},{},{},{},{},{},{},{}\n", cell(e.checkpoint), windows_name(protocol),
-                            (e.windows + protocol.batch - 1) / protocol.batch, protocol.batch, e.windows, protocol.seed,
-                            targets_name(protocol), e.targets_scored, e.disjoint_windows, number(e.seconds));
+                            batch_count(e, protocol), protocol.batch, e.windows, protocol.seed, targets_name(protocol),
+                            e.targets_scored, e.disjoint_windows, number(e.seconds));
     }
     return text;
 }
@@ -167,7 +171,7 @@ std::string evaluation_json(const std::vector<Evaluation>& list, const Protocol&
         if (e.mean_lag) object["mean_lag"] = *e.mean_lag;
         for (const auto& [name, value] : e.lag_bias) object[name] = value;
         object["protocol"] = {{"windows", windows_name(protocol)},
-                              {"batches", (e.windows + protocol.batch - 1) / protocol.batch},
+                              {"batches", batch_count(e, protocol)},
                               {"batch", protocol.batch},
                               {"window_count", e.windows},
                               {"seed", protocol.seed},

@@ -90,7 +90,9 @@ struct AttentionRowStats {
     float* mean_lag;  // sum p d, in tokens; 0 for a row without a key
 };
 
-// Causal attention, diagonal included:
+inline constexpr int64_t kMaxHeadDim = 256;
+
+// Causal attention, diagonal included; D is at most kMaxHeadDim:
 //     score(i, j) = q_i . k_j / sqrt(D) + lag_bias[h][i - j],   out_i = sum_j softmax_j(score) v_j
 // with q and k sheared and rotated by the rotary table first. Nothing of size T x T is ever held. A lag-bias
 // entry may be -infinity; a row whose entries all are has no key, and its output and gradients are 0.

@@ -3,11 +3,10 @@
 #include <algorithm>
 #include <cmath>
 
+#include "kernels/ops.h"
 #include "src/error.h"
 
 namespace jetlag {
-
-static constexpr int64_t kMaxHeadDim = 256;
 
 static std::vector<std::string> module_names(const auto& modules) {
     std::vector<std::string> names = {"none"};

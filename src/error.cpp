@@ -18,30 +18,33 @@ static void print_error(const char* program, std::string message) {
 
 static const char* program_name = "";
 
-// Only what is safe in a signal handler.
-static void on_interrupt(int) {
-    for (const char* part : {program_name, ": error: interrupted\n"})
+// Ends the program with a line, by only what is safe in a signal handler.
+static void end_in_handler(const char* message) {
+    for (const char* part : {program_name, message})
         if (write(STDERR_FILENO, part, std::strlen(part)) < 0) break;
     _exit(kExitFailed);
+}
+
+static void on_interrupt(int) {
+    end_in_handler(": error: interrupted\n");
 }
 
 // Reading a mapped file beyond its end: somebody cut the corpus short while it was in use.
 static void on_bus_error(int) {
-    for (const char* part : {program_name, ": error: a file became shorter while it was in use as a corpus\n"})
-        if (write(STDERR_FILENO, part, std::strlen(part)) < 0) break;
-    _exit(kExitFailed);
+    end_in_handler(": error: a file became shorter while it was in use as a corpus\n");
+}
+
+static void handle(int signal, void (*handler)(int)) {
+    struct sigaction action = {};
+    action.sa_handler = handler;
+    sigaction(signal, &action, nullptr);
 }
 
 int run_main(const char* program, const std::function<int()>& body) {
     program_name = program;
-    for (int signal : {SIGINT, SIGTERM}) {
-        struct sigaction action = {};
-        action.sa_handler = on_interrupt;
-        sigaction(signal, &action, nullptr);
-    }
-    struct sigaction bus_error = {};
-    bus_error.sa_handler = on_bus_error;
-    sigaction(SIGBUS, &bus_error, nullptr);
+    handle(SIGINT, on_interrupt);
+    handle(SIGTERM, on_interrupt);
+    handle(SIGBUS, on_bus_error);
     try {
         const int code = body();
         if (std::fflush(stdout) != 0 || std::ferror(stdout) != 0)

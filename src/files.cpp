@@ -147,6 +147,10 @@ void make_folder(const fs::path& path) {
     if (error) fail("cannot create folder {}: {}", path.empty() ? "\"\"" : path.string(), error.message());
 }
 
+bool same_place(const fs::path& a, const fs::path& b) {
+    return fs::weakly_canonical(fs::absolute(a)) == fs::weakly_canonical(fs::absolute(b));
+}
+
 std::string sha256_hex(std::span<const std::byte> bytes) {
     std::array<unsigned char, EVP_MAX_MD_SIZE> digest;
     unsigned int size = 0;

@@ -40,6 +40,9 @@ std::string read_file(const std::filesystem::path& path);
 // Creates the folder and its parents if they are not there. Errors name the path and the system's reason.
 void make_folder(const std::filesystem::path& path);
 
+// True if two paths name the same place, whether anything is there or not.
+bool same_place(const std::filesystem::path& a, const std::filesystem::path& b);
+
 // SHA-256 in lower-case hex.
 std::string sha256_hex(std::span<const std::byte> bytes);
 std::string sha256_hex(std::string_view text);

@@ -32,6 +32,8 @@
 #include <cstdint>
 #include <limits>
 
+#include "kernels/ops.h"
+
 // Shared by all targets.
 #ifndef JETLAG_ATTENTION_ONCE
 #define JETLAG_ATTENTION_ONCE
@@ -39,8 +41,7 @@ namespace jetlag {
 
 inline constexpr int64_t kKeyTile = 48;  // keys of a tile
 inline constexpr int64_t kMaxRows = 64;  // rows of a tile, at most; the widest target has as many
-inline constexpr int64_t kMaxHeadDim = 256;
-inline constexpr int64_t kPad = 16;  // rows of q and dout as vectors along D are padded to this
+inline constexpr int64_t kPad = 16;      // rows of q and dout as vectors along D are padded to this
 
 // One head of one sequence, packed: rotated, contiguous, padded with zeros.
 struct PackedHead {
@@ -327,7 +328,6 @@ HWY_AFTER_NAMESPACE();
 
 #if HWY_ONCE
 #include "kernels/cpu/parallel.h"
-#include "kernels/ops.h"
 
 namespace jetlag {
 
@@ -335,7 +335,7 @@ HWY_EXPORT(row_tile);
 HWY_EXPORT(forward_rows);
 HWY_EXPORT(backward_segment);
 
-// Rotates one row of q or k in place. sign +1 for a query, -1 for a key: z0 += c z1, or z1 -= c z0.
+// Shears and rotates one row of q or k in place (z0 += c z1 in a query, z1 -= c z0 in a key).
 static void rotate_row(float* row, const RotaryTable& table, const float* cosines, const float* sines, int64_t t,
                        bool is_key) {
     const int64_t P = table.pairs;
