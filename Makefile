@@ -25,10 +25,11 @@ endif
 
 # -ffp-contract=off: whether a*b+c rounds once or twice is written in the source (MulAdd), not left to the compiler.
 CXXFLAGS := -std=c++20 -Wall -Wextra -Werror $(if $(DEBUG)$(SAN),-g) -fopenmp -ffp-contract=off -pthread
+# -MD, not -MMD: Highway's foreach_target.h includes the kernels again, and what a system header includes counts as one.
 # Arm's scalable vectors have no size at compile time, and the kernels keep vectors in arrays: NEON serves every Arm.
-CPPFLAGS := -I. -MMD -MP -DFMT_SHARED -DHWY_DISABLED_TARGETS=HWY_SVE+HWY_SVE2+HWY_SVE_256+HWY_SVE2_128
+CPPFLAGS := -I. -MD -MP -DFMT_SHARED -DHWY_DISABLED_TARGETS=HWY_SVE+HWY_SVE2+HWY_SVE_256+HWY_SVE2_128
 LDFLAGS := -fopenmp -pthread
-LDLIBS := -ldnnl -lhwy -lyaml-cpp -lcurl -lcrypto -larchive -lfmt
+LDLIBS := -lhwy -lyaml-cpp -lcurl -lcrypto -larchive -lfmt
 # Time is spent in the kernels, whose micro-loops want to be unrolled, and in the tests' reference. The rest only calls
 # them, and compiles twice as fast at -O1.
 HOST_OPTIMIZATION := $(if $(DEBUG),-O0,-O1)
@@ -40,7 +41,7 @@ LDFLAGS += -fsanitize=$(SAN)
 endif
 
 # One program per source file in these folders, named after the file; everything else is the library.
-PROGRAM_SOURCES := $(wildcard data_prep/*.cpp train/*.cpp eval/*.cpp)
+PROGRAM_SOURCES := $(wildcard data_prep/*.cpp train/*.cpp eval/*.cpp bench/*.cpp)
 MAIN_SOURCES := $(shell grep -l '^int main(.*)' $(PROGRAM_SOURCES) /dev/null 2>/dev/null)
 LIBRARY_SOURCES := $(wildcard src/*.cpp kernels/*.cpp kernels/position/*.cpp kernels/$(BACKEND)/*.cpp models/*.cpp) \
 	$(filter-out $(MAIN_SOURCES),$(PROGRAM_SOURCES))
@@ -90,7 +91,7 @@ $(foreach source,$(MAIN_SOURCES),$(eval $(call program_rule,$(source))))
 $(TESTS): $(patsubst %.cpp,$(BUILD)/obj/%.o,$(TEST_SOURCES)) $(LIBRARY)
 	$(CXX) $(LDFLAGS) $^ -lgtest $(LDLIBS) -o $@
 
-# oneDNN is not compiled with ThreadSanitizer, which therefore cannot see its locks.
+# The libraries are not compiled with ThreadSanitizer, which therefore cannot see their locks.
 test: all
 	JETLAG_BUILD=$(BUILD) $(if $(findstring thread,$(SAN)),TSAN_OPTIONS=ignore_noninstrumented_modules=1) $(TESTS) $(if $(FILTER),--gtest_filter='$(FILTER)')
 

@@ -14,6 +14,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <utility>
+#include <vector>
 
 #include "kernels/position/module.h"
 
@@ -57,6 +58,11 @@ int thread_count();                // threads that a large op uses
 double measure_peak_flops();       // float32 multiply-adds on all threads, in FLOP/s; takes about 50 ms
 void set_thread_count(int count);  // at least 1
 
+// The same for each vector width that the CPU has, widest first: the SIMD target's name and FLOP/s.
+std::vector<std::pair<const char*, double>> measure_peaks();
+// Bytes read and written per second when all threads copy arrays of `bytes` bytes each way.
+double measure_copy_bandwidth(size_t bytes);
+
 // ---------------------------------------------------------------------------------------------------------------
 // Position tables
 
@@ -90,6 +96,12 @@ struct AttentionRowStats {
     float* mean_lag;  // sum p d, in tokens; 0 for a row without a key
 };
 
+// Counts of attention's tiles of scores. Where the lag bias makes all weights of a tile together smaller than half a
+// unit in the last place of the row's sum, it may be skipped; results stay the same to float rounding.
+struct AttentionSkipping {
+    int64_t tiles = 0, skipped = 0;
+};
+
 inline constexpr int64_t kMaxHeadDim = 256;
 
 // Causal attention, diagonal included; D is at most kMaxHeadDim:
@@ -99,17 +111,18 @@ inline constexpr int64_t kMaxHeadDim = 256;
 //     out: (B, T, H, D)   lse: (B, H, T), ln sum_j exp(score), -infinity for a row without a key
 //     qkv: (B, T, 3, H, D)   lag_bias: (H, T) or nullptr   stats: nullptr if not wanted
 //     workspace: attention_workspace_floats(B, T, H, D) floats, for forward and backward alike
+//     skipping: += the tiles of this call; nullptr: nothing is skipped
 void attention_forward(float* out, float* lse, const AttentionRowStats* stats, const float* qkv,
                        const RotaryTable& rotary, const float* lag_bias, float* workspace, int64_t B, int64_t T,
-                       int64_t H, int64_t D);
+                       int64_t H, int64_t D, AttentionSkipping* skipping = nullptr);
 
 //     dqkv: (B, T, 3, H, D) =   dlag_bias: (H, T) =, sums of dscore along diagonals, nullptr exactly if lag_bias is
 //     dout, out: (B, T, H, D)
 void attention_backward(float* dqkv, float* dlag_bias, const float* dout, const float* qkv, const float* out,
                         const float* lse, const RotaryTable& rotary, const float* lag_bias, float* workspace, int64_t B,
-                        int64_t T, int64_t H, int64_t D);
+                        int64_t T, int64_t H, int64_t D, AttentionSkipping* skipping = nullptr);
 
-int64_t attention_workspace_floats(int64_t B, int64_t T, int64_t H, int64_t D);
+int64_t attention_workspace_floats(int64_t B, int64_t T, int64_t H, int64_t D, bool forward_only = false);
 
 // ---------------------------------------------------------------------------------------------------------------
 // The other layers

@@ -257,7 +257,7 @@ static ActivationSizes place(Activations& acts, float* base, const ModelShape& s
     return sizes;
 }
 
-static int64_t rotary_floats(const ModelShape& s, int64_t T) {
+int64_t rotary_floats(const ModelShape& s, int64_t T) {
     if (s.rotary.module == nullptr) return 0;
     return T * (4 * (s.head_dim / 2) + (s.rotary.module->shear != nullptr ? 1 : 0));
 }
@@ -305,19 +305,37 @@ Activations make_activations(const ModelShape& shape, int64_t B, int64_t T, Mode
         B, T, floats * 4 / 1048576);
 }
 
+RotaryTable make_rotary_table(const ModelShape& s, float* memory, int64_t T) {
+    RotaryTable table;
+    if (s.rotary.module == nullptr) return table;
+    table.pairs = s.head_dim / 2;
+    for (float** part : {&table.query_cos, &table.query_sin, &table.key_cos, &table.key_sin}) {
+        *part = memory;
+        memory += T * table.pairs;
+    }
+    table.shear = s.rotary.module->shear != nullptr ? memory : nullptr;
+    rotary_table(table, s.rotary, T);
+    return table;
+}
+
 // The rotary table depends on T (pi, ntk and yarn stretch with it) and on nothing that is learned.
 static void update_rotary(const ModelShape& s, Activations& acts, int64_t T) {
-    if (s.rotary.module == nullptr || acts.rotary_T == T) return;
-    RotaryTable& table = acts.rotary;
-    table.pairs = s.head_dim / 2;
-    float* next = acts.rotary_memory.data;
-    for (float** part : {&table.query_cos, &table.query_sin, &table.key_cos, &table.key_sin}) {
-        *part = next;
-        next += T * table.pairs;
-    }
-    table.shear = s.rotary.module->shear != nullptr ? next : nullptr;
-    rotary_table(table, s.rotary, T);
+    if (acts.rotary_T == T) return;
+    acts.rotary = make_rotary_table(s, acts.rotary_memory.data, T);
     acts.rotary_T = T;
+}
+
+void lap(OpTimes* times, const char* op) {
+    if (times == nullptr) return;
+    const auto now = std::chrono::steady_clock::now();
+    const double elapsed = std::chrono::duration<double>(now - times->last).count();
+    times->last = now;
+    for (auto& [name, seconds] : times->seconds)
+        if (std::strcmp(name, op) == 0) {
+            seconds += elapsed;
+            return;
+        }
+    times->seconds.push_back({op, elapsed});
 }
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -329,31 +347,47 @@ static void forward_blocks(const Model& model, Activations& acts, std::span<cons
     const ModelShape& s = model.shape;
     const int64_t N = B * T, C = s.embed_dim;
     const ModelTensors p = locate(model, model.parameters.data);
+    OpTimes* times = acts.op_times;
+    lap(times, "between batches");
     copy_to_device(acts.tokens.data, tokens.data(), tokens.size_bytes());
     copy_to_device(acts.targets.data, targets.data(), targets.size_bytes());
     update_rotary(s, acts, T);
+    lap(times, "batch and rotary table");
 
     embedding_forward(acts.residual[0], p.embedding, acts.tokens.data, N, C);
+    lap(times, "embedding");
     for (size_t l = 0; l < acts.blocks.size(); l++) {
         const BlockTensors& w = p.blocks[l];
         const BlockActivations& a = acts.blocks[l];
         const bool last = l + 1 == acts.blocks.size();
         if (a.lag_bias != nullptr) lag_bias_table(a.lag_bias, s.lag_bias, w.lag_bias, T);
+        lap(times, "lag-bias table");
         layernorm_forward(a.norm1, a.norm1_mean, a.norm1_rstd, acts.residual[l], w.norm1_weight, w.norm1_bias, N, C);
+        lap(times, "layernorm");
         linear_forward(a.qkv, a.norm1, w.qkv_weight, w.qkv_bias, N, C, 3 * C);
+        lap(times, "dense forward");
         const AttentionRowStats stats = {acts.entropy, acts.mean_lag};
         attention_forward(a.attention, a.lse, last && acts.entropy != nullptr ? &stats : nullptr, a.qkv, acts.rotary,
                           a.lag_bias, acts.workspace, B, T, s.heads, s.head_dim);
+        lap(times, "attention forward");
         linear_forward(acts.projection, a.attention, w.out_proj_weight, w.out_proj_bias, N, C, C);
+        lap(times, "dense forward");
         residual_forward(a.middle, acts.residual[l], acts.projection, N * C);
+        lap(times, "residual");
         layernorm_forward(a.norm2, a.norm2_mean, a.norm2_rstd, a.middle, w.norm2_weight, w.norm2_bias, N, C);
+        lap(times, "layernorm");
         linear_forward(a.hidden, a.norm2, w.mlp0_weight, w.mlp0_bias, N, C, s.mlp_dim);
+        lap(times, "dense forward");
         gelu_forward(a.gelu, a.hidden, N * s.mlp_dim);
+        lap(times, "gelu");
         linear_forward(acts.projection, a.gelu, w.mlp2_weight, w.mlp2_bias, N, s.mlp_dim, C);
+        lap(times, "dense forward");
         residual_forward(acts.residual[l + 1], a.middle, acts.projection, N * C);
+        lap(times, "residual");
     }
     layernorm_forward(acts.norm, acts.norm_mean, acts.norm_rstd, acts.residual.back(), p.norm_weight, p.norm_bias, N,
                       C);
+    lap(times, "layernorm");
 }
 
 static double mean_of(std::span<const float> values) {
@@ -367,6 +401,7 @@ BatchResult evaluate_batch(const Model& model, Activations& acts, std::span<cons
     const ModelShape& s = model.shape;
     const int64_t C = s.embed_dim, V = s.vocab;
     const ModelTensors p = locate(model, model.parameters.data);
+    OpTimes* times = acts.op_times;
     forward_blocks(model, acts, tokens, targets, B, T);
 
     BatchResult result;
@@ -377,12 +412,15 @@ BatchResult evaluate_batch(const Model& model, Activations& acts, std::span<cons
         for (int64_t begin = 0; begin < T; begin += kHeadRows) {
             const int64_t first = b * T + begin, rows = std::min(kHeadRows, T - begin);
             linear_forward(acts.logits, acts.norm + first * C, p.head_weight, p.head_bias, rows, C, V);
+            lap(times, "dense forward");
             cross_entropy(acts.losses + first, nullptr, acts.logits, acts.targets.data + first, 1.0f, rows, V);
+            lap(times, "cross-entropy");
             const int64_t unscored = std::clamp<int64_t>(T - scored - begin, 0, rows);
             const Moments part = moments(acts.logits + unscored * V, (rows - unscored) * V);
             logits.sum += part.sum;
             logits.sum_of_squares += part.sum_of_squares;
             logits.largest = std::max(logits.largest, part.largest);
+            lap(times, "figures");
         }
     copy_to_host(result.losses.data(), acts.losses, result.losses.size() * sizeof(float));
     for (int64_t b = 0; b < B; b++)
@@ -413,6 +451,7 @@ double train_batch(const Model& model, Activations& acts, DeviceArray<float>& gr
     const ModelTensors p = locate(model, model.parameters.data);
     const ModelTensors g = locate(model, gradients.data);
     float* workspace = acts.workspace;
+    OpTimes* times = acts.op_times;
     forward_blocks(model, acts, tokens, targets, B, T);
 
     // The head, a chunk of rows at a time: logits, loss, their gradient in place, and back to the final LayerNorm.
@@ -421,9 +460,12 @@ double train_batch(const Model& model, Activations& acts, DeviceArray<float>& gr
         const int64_t rows = std::min(kHeadRows, N - begin);
         const float* norm = acts.norm + begin * C;
         linear_forward(acts.logits, norm, p.head_weight, p.head_bias, rows, C, V);
+        lap(times, "dense forward");
         cross_entropy(acts.losses + begin, acts.logits, acts.logits, acts.targets.data + begin, dloss, rows, V);
+        lap(times, "cross-entropy");
         linear_backward(acts.dnorm + begin * C, g.head_weight, g.head_bias, acts.logits, norm, p.head_weight, workspace,
                         rows, C, V);
+        lap(times, "dense backward");
     }
     std::vector<float> losses(static_cast<size_t>(N));
     copy_to_host(losses.data(), acts.losses, losses.size() * sizeof(float));
@@ -431,29 +473,40 @@ double train_batch(const Model& model, Activations& acts, DeviceArray<float>& gr
     device_zero(acts.dresidual, static_cast<size_t>(N * C) * sizeof(float));
     layernorm_backward(acts.dresidual, g.norm_weight, g.norm_bias, acts.dnorm, acts.residual.back(), p.norm_weight,
                        acts.norm_mean, acts.norm_rstd, workspace, N, C);
+    lap(times, "layernorm");
     for (size_t l = acts.blocks.size(); l-- > 0;) {
         const BlockTensors& w = p.blocks[l];
         const BlockTensors& dw = g.blocks[l];
         const BlockActivations& a = acts.blocks[l];
         linear_backward(acts.dhidden, dw.mlp2_weight, dw.mlp2_bias, acts.dresidual, a.gelu, w.mlp2_weight, workspace, N,
                         s.mlp_dim, C);
+        lap(times, "dense backward");
         gelu_backward(acts.dhidden, acts.dhidden, a.hidden, N * s.mlp_dim);
+        lap(times, "gelu");
         linear_backward(acts.dnorm, dw.mlp0_weight, dw.mlp0_bias, acts.dhidden, a.norm2, w.mlp0_weight, workspace, N, C,
                         s.mlp_dim);
+        lap(times, "dense backward");
         layernorm_backward(acts.dresidual, dw.norm2_weight, dw.norm2_bias, acts.dnorm, a.middle, w.norm2_weight,
                            a.norm2_mean, a.norm2_rstd, workspace, N, C);
+        lap(times, "layernorm");
         // dnorm now holds the gradient of the attention output.
         linear_backward(acts.dnorm, dw.out_proj_weight, dw.out_proj_bias, acts.dresidual, a.attention,
                         w.out_proj_weight, workspace, N, C, C);
+        lap(times, "dense backward");
         attention_backward(acts.dqkv, acts.dlag_bias, acts.dnorm, a.qkv, a.attention, a.lse, acts.rotary, a.lag_bias,
                            workspace, B, T, s.heads, s.head_dim);
+        lap(times, "attention backward");
         if (a.lag_bias != nullptr) lag_bias_table_backward(dw.lag_bias, acts.dlag_bias, s.lag_bias, w.lag_bias, T);
+        lap(times, "lag-bias table");
         linear_backward(acts.dnorm, dw.qkv_weight, dw.qkv_bias, acts.dqkv, a.norm1, w.qkv_weight, workspace, N, C,
                         3 * C);
+        lap(times, "dense backward");
         layernorm_backward(acts.dresidual, dw.norm1_weight, dw.norm1_bias, acts.dnorm, acts.residual[l], w.norm1_weight,
                            a.norm1_mean, a.norm1_rstd, workspace, N, C);
+        lap(times, "layernorm");
     }
     embedding_backward(g.embedding, acts.dresidual, acts.tokens.data, N, V, C);
+    lap(times, "embedding");
     return mean_of(losses);
 }
 

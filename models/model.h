@@ -6,6 +6,7 @@
 //     logits = head(norm(x))
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <optional>
 #include <span>
@@ -65,6 +66,14 @@ struct BlockActivations {
     float* lag_bias = nullptr;    // (H, T)
 };
 
+// Where the time of a batch goes: seconds of each op since they were last cleared, in the order of first use.
+struct OpTimes {
+    std::vector<std::pair<const char*, double>> seconds;
+    std::chrono::steady_clock::time_point last;
+};
+// Adds the time since the last lap to `op`; nullptr: does nothing.
+void lap(OpTimes* times, const char* op);
+
 // Memory for batches of up to B sequences of up to T tokens.
 struct Activations {
     Mode mode = Mode::inference;
@@ -89,13 +98,18 @@ struct Activations {
     DeviceArray<int32_t> tokens, targets;  // (N)
     DeviceArray<float> rotary_memory;
     RotaryTable rotary;
-    int64_t rotary_T = 0;  // the length that the rotary table is made for; 0: none yet
+    int64_t rotary_T = 0;         // the length that the rotary table is made for; 0: none yet
+    OpTimes* op_times = nullptr;  // if not nullptr, each op's time is added there
 };
 
 struct ActivationSizes {
     int64_t activation_floats = 0, workspace_floats = 0, table_floats = 0;
 };
 ActivationSizes activation_sizes(const ModelShape& shape, int64_t B, int64_t T, Mode mode, bool with_stats);
+
+// The rotary table of a model for T positions, in rotary_floats(shape, T) floats of device memory.
+int64_t rotary_floats(const ModelShape& shape, int64_t T);
+RotaryTable make_rotary_table(const ModelShape& shape, float* memory, int64_t T);
 
 // The arithmetic of a batch of B sequences of T tokens, a multiply-add counted as two operations: 2 per weight and
 // token in the dense layers and 4 D per pair of tokens in attention; in training, forward and backward, 6 and 14 D.

@@ -1,91 +1,199 @@
-// Dense layers, through oneDNN's sgemm, one thread to a chunk of rows, the chunks in parallel.
+// Dense layers: three products with the shared multiply-add loop (micro-inl.h), by chunks of rows.
 //
-// Why oneDNN, and why chunks: measured against OpenBLAS 0.3.21 (both from Debian 12) on two cores of a Sapphire
-// Rapids server, M = 8192 and 32768, K and N from 96 to 288, single-threaded calls on chunks of 512 rows. In GFLOP/s:
+// The weight is packed once per call into panels of tile_lanes() columns. A chunk of rows then runs through all
+// panels; in backward the chunk of dout, fresh in the second-level cache, serves dinp, dweight and dbias in one go.
 //
-//                          M = 8192                          M = 32768
-//                     forward   dX       dW             forward   dX       dW
-//     OpenBLAS        257-273   261-279  205-268        159-238   198-247  160-244
-//     oneDNN 2.6.3    333-363   330-364  295-335        197-339   167-342  268-335
-//
-// (forward and dX at M = 32768 with N = 256 or more are bound by memory.) Both libraries' own threading splits
-// the sums by the number of threads; with chunks of our own the result does not depend on it.
-#include <omp.h>
-#include <oneapi/dnnl/dnnl.h>
+// Arithmetic: 2 C OC operations a row forward, 4 C OC backward. Bound by the multiply-add units; but at C = 96 a row of
+// qkv is 55 KFLOP for 1.5 KB, so that from memory both ceilings are near. Chunks are cut by N alone and partial sums of
+// dweight are added in order: the result does not depend on the number of threads.
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "kernels/cpu/linear.cpp"
+#include <hwy/foreach_target.h>
+// clang-format off
+#include <hwy/highway.h>
+#include "kernels/cpu/micro-inl.h"
+// clang-format on
 
 #include <cstring>
+
+// Shared by all targets.
+#ifndef JETLAG_LINEAR_ONCE
+#define JETLAG_LINEAR_ONCE
+namespace jetlag {
+
+inline constexpr int64_t kBlockRows = 128;  // of inp in dweight: a panel of them is 32 KB, the first-level cache
+inline constexpr int64_t kMaxPanel = 64;    // columns of a panel, at most
+
+struct LinearBackward {
+    const float *dout, *inp;     // (N, OC), (N, C)
+    const float* weight_panels;  // nullptr: dinp is not wanted
+    const float* zeros;          // (padded C)
+    float* dinp;                 // (N, C)
+    int64_t C, OC;
+};
+// The sums of one chunk of rows.
+struct LinearSums {
+    float* dweight;   // (OC, padded C)
+    float* dbias;     // (OC)
+    float* inp_rows;  // (kBlockRows, padded C), scratch
+};
+
+}  // namespace jetlag
+#endif
+
+HWY_BEFORE_NAMESPACE();
+namespace jetlag {
+namespace HWY_NAMESPACE {
+
+int64_t padded_width(int64_t columns) {
+    const int64_t N = lane_count();
+    return (columns + N - 1) / N * N;
+}
+
+// B of a product as panels, one after the other: (K, panel) each, the last one as wide as whole vectors need. B is
+// matrix (K, columns), or with `transposed` matrix (columns, K).
+void pack_panels(float* panels, const float* matrix, int64_t K, int64_t columns, bool transposed) {
+    for (int64_t w = 0, width; w < columns; w += width) {
+        width = panel_width(w, columns);
+        const int64_t lanes = padded_width(width);
+        if (transposed)
+            transpose_into_panel(panels, lanes, matrix + w * K, K, width, K, 1.0f);
+        else
+            for (int64_t k = 0; k < K; k++) {
+                std::memcpy(panels + k * lanes, matrix + k * columns + w, static_cast<size_t>(width) * sizeof(float));
+                std::fill(panels + k * lanes + width, panels + (k + 1) * lanes, 0.0f);
+            }
+        panels += K * lanes;
+    }
+}
+
+// Asks for `share` of `shares` equal parts of an array, to be in cache when its turn comes.
+HWY_INLINE void prefetch_share(const float* array, int64_t size, int64_t share, int64_t shares) {
+    for (int64_t i = size * share / shares / 16 * 16; i < size * (share + 1) / shares; i += 16)
+        __builtin_prefetch(array + i, 0, 2);
+}
+
+// out (M, columns) = init + a (M, K) B with B from pack_panels; init: (padded columns), the same for every row. The
+// rows of a and out that follow, as many again, are fetched meanwhile.
+void multiply_panels(float* out, const float* a, const float* panels, const float* init, int64_t M, int64_t K,
+                     int64_t columns) {
+    HWY_ALIGN float block[kMicroRows * kMaxPanel];
+    const int64_t shares = (columns + tile_lanes() - 1) / tile_lanes() * ((M + kMicroRows - 1) / kMicroRows);
+    int64_t share = 0;
+    for (int64_t w = 0, width; w < columns; w += width) {
+        width = panel_width(w, columns);
+        const int64_t lanes = padded_width(width);
+        for (int64_t m = 0; m < M; m += kMicroRows, share++) {
+            const int64_t rows = std::min<int64_t>(kMicroRows, M - m);
+            prefetch_share(a + M * K, M * K, share, shares);
+            prefetch_share(out + M * columns, M * columns, share, shares);
+            float* c = out + m * columns + w;
+            if (width == lanes) {
+                multiply_wide(a + m * K, K, 1, panels, lanes, rows, K, init + w, 0, c, columns, lanes);
+                continue;
+            }
+            // Whole vectors would write into the next row.
+            multiply_wide(a + m * K, K, 1, panels, lanes, rows, K, init + w, 0, block, lanes, lanes);
+            for (int64_t r = 0; r < rows; r++)
+                std::memcpy(c + r * columns, block + r * lanes, static_cast<size_t>(width) * sizeof(float));
+        }
+        panels += K * lanes;
+    }
+}
+
+void backward_rows(const LinearBackward& layer, const LinearSums& sums, int64_t begin, int64_t end) {
+    const int64_t C = layer.C, OC = layer.OC, width = padded_width(C);
+    std::fill(sums.dweight, sums.dweight + OC * width, 0.0f);
+    std::fill(sums.dbias, sums.dbias + OC, 0.0f);
+    for (int64_t n = begin; n < end; n += kBlockRows) {
+        const int64_t rows = std::min(kBlockRows, end - n);
+        const float* dout = layer.dout + n * OC;
+        if (layer.weight_panels != nullptr)
+            multiply_panels(layer.dinp + n * C, dout, layer.weight_panels, layer.zeros, rows, OC, C);
+        pack_panels(sums.inp_rows, layer.inp + n * C, rows, C, false);
+        const float* panel = sums.inp_rows;
+        for (int64_t w = 0, lanes; w < C; w += lanes) {
+            lanes = padded_width(panel_width(w, C));
+            multiply_wide(dout, 1, OC, panel, lanes, OC, rows, sums.dweight + w, width, sums.dweight + w, width, lanes);
+            panel += rows * lanes;
+        }
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t o = 0; o < OC; o++) sums.dbias[o] += dout[r * OC + o];
+    }
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace jetlag
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+#include <vector>
 
 #include "kernels/cpu/parallel.h"
 #include "kernels/ops.h"
 
 namespace jetlag {
 
-static constexpr int64_t kChunkRows = 512;
+HWY_EXPORT(padded_width);
+HWY_EXPORT(pack_panels);
+HWY_EXPORT(multiply_panels);
+HWY_EXPORT(backward_rows);
 
-// c (M, N) = a b + beta c in row-major order, on the calling thread alone.
-static void single_thread_sgemm(char transpose_a, char transpose_b, int64_t M, int64_t N, int64_t K, const float* a,
-                                int64_t lda, const float* b, int64_t ldb, float beta, float* c, int64_t ldc) {
-    // oneDNN takes all threads it may unless it is inside a parallel region of several.
-    const int saved = omp_get_max_threads();
-    omp_set_num_threads(1);
-    dnnl_sgemm(transpose_a, transpose_b, M, N, K, 1.0f, a, lda, b, ldb, beta, c, ldc);
-    omp_set_num_threads(saved);
-}
+static constexpr int64_t kChunkRows = 96;  // of forward
 
-// Each chunk of rows: the bias is written into the output and the product is added to it, so that the output
-// is touched once while it is in cache.
 void linear_forward(float* out, const float* inp, const float* weight, const float* bias, int64_t N, int64_t C,
                     int64_t OC) {
+    const int64_t width = HWY_DYNAMIC_DISPATCH(padded_width)(OC);
+    std::vector<float> packed(static_cast<size_t>((C + 1) * width));
+    float* init = packed.data() + C * width;
+    HWY_DYNAMIC_DISPATCH(pack_panels)(packed.data(), weight, C, OC, true);
+    std::copy(bias, bias + OC, init);
+    const auto multiply_rows = HWY_DYNAMIC_DISPATCH(multiply_panels);
 #pragma omp parallel for schedule(static) \
     num_threads(threads_for(static_cast <double>(N * C) * static_cast <double>(OC) / 16))
-    for (int64_t begin = 0; begin < N; begin += kChunkRows) {
-        const int64_t rows = std::min(kChunkRows, N - begin);
-        for (int64_t n = begin; n < begin + rows; n++)
-            std::memcpy(out + n * OC, bias, static_cast<size_t>(OC) * sizeof(float));
-        single_thread_sgemm('N', 'T', rows, OC, C, inp + begin * C, C, weight, C, 1.0f, out + begin * OC, OC);
-    }
+    for (int64_t begin = 0; begin < N; begin += kChunkRows)
+        multiply_rows(out + begin * OC, inp + begin * C, packed.data(), init, std::min(kChunkRows, N - begin), C, OC);
 }
 
 int64_t linear_workspace_floats(int64_t N, int64_t C, int64_t OC) {
-    return sum_chunks(N) * OC * (C + 1);
+    const int64_t width = round_up(C, kWidestVector);
+    return sum_chunks(N) * (OC * width + OC + kBlockRows * width) + (OC + 1) * width;
 }
 
-// dinp = dout weight by chunks of rows; dweight = dout^T inp and dbias = column sums of dout by up to 16 chunks of
-// rows, each into a buffer of its own, added in order at the end.
+// The sums of up to 16 chunks of rows, each in a buffer of its own, are added in order at the end.
 void linear_backward(float* dinp, float* dweight, float* dbias, const float* dout, const float* inp,
                      const float* weight, float* workspace, int64_t N, int64_t C, int64_t OC) {
+    const int64_t chunks = sum_chunks(N), width = HWY_DYNAMIC_DISPATCH(padded_width)(C);
     const int threads = threads_for(static_cast<double>(N * C) * static_cast<double>(OC) / 16);
-    if (dinp != nullptr) {
-#pragma omp parallel for schedule(static) num_threads(threads)
-        for (int64_t begin = 0; begin < N; begin += kChunkRows) {
-            const int64_t rows = std::min(kChunkRows, N - begin);
-            single_thread_sgemm('N', 'N', rows, C, OC, dout + begin * OC, OC, weight, C, 0.0f, dinp + begin * C, C);
+    const auto take = [&workspace](int64_t n) { return std::exchange(workspace, workspace + n); };
+    float* dweights = take(chunks * OC * width);
+    float* dbiases = take(chunks * OC);
+    float* inp_rows = take(chunks * kBlockRows * width);
+    float* panels = take(OC * width);
+    float* zeros = take(width);
+    std::fill(zeros, zeros + width, 0.0f);
+    if (dinp != nullptr) HWY_DYNAMIC_DISPATCH(pack_panels)(panels, weight, OC, C, false);
+    const LinearBackward layer = {dout, inp, dinp != nullptr ? panels : nullptr, zeros, dinp, C, OC};
+    const auto rows_backward = HWY_DYNAMIC_DISPATCH(backward_rows);
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp for schedule(static)
+        for (int64_t chunk = 0; chunk < chunks; chunk++)
+            rows_backward(layer,
+                          {dweights + chunk * OC * width, dbiases + chunk * OC, inp_rows + chunk * kBlockRows * width},
+                          chunk_begin(chunk, chunks, N), chunk_begin(chunk + 1, chunks, N));
+#pragma omp for schedule(static)
+        for (int64_t o = 0; o < OC; o++) {
+            float* sum = dweights + o * width;  // of the first chunk
+            for (int64_t chunk = 1; chunk < chunks; chunk++)
+                for (int64_t c = 0; c < C; c++) sum[c] += dweights[(chunk * OC + o) * width + c];
+            for (int64_t c = 0; c < C; c++) dweight[o * C + c] += sum[c];
+            for (int64_t chunk = 1; chunk < chunks; chunk++) dbiases[o] += dbiases[chunk * OC + o];
+            dbias[o] += dbiases[o];
         }
-    }
-    const int64_t chunks = sum_chunks(N);
-    float* partial_weight = workspace;                  // (chunks, OC, C)
-    float* partial_bias = workspace + chunks * OC * C;  // (chunks, OC)
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (int64_t chunk = 0; chunk < chunks; chunk++) {
-        const int64_t begin = chunk_begin(chunk, chunks, N), end = chunk_begin(chunk + 1, chunks, N);
-        single_thread_sgemm('T', 'N', OC, C, end - begin, dout + begin * OC, OC, inp + begin * C, C, 0.0f,
-                            partial_weight + chunk * OC * C, C);
-        float* sum = partial_bias + chunk * OC;
-        std::fill(sum, sum + OC, 0.0f);
-        for (int64_t n = begin; n < end; n++)
-            for (int64_t o = 0; o < OC; o++) sum[o] += dout[n * OC + o];
-    }
-#pragma omp parallel for schedule(static) num_threads(threads_for(static_cast <double>(chunks * OC * C)))
-    for (int64_t o = 0; o < OC; o++) {
-        for (int64_t c = 0; c < C; c++) {
-            float sum = 0;
-            for (int64_t chunk = 0; chunk < chunks; chunk++) sum += partial_weight[(chunk * OC + o) * C + c];
-            dweight[o * C + c] += sum;
-        }
-        float sum = 0;
-        for (int64_t chunk = 0; chunk < chunks; chunk++) sum += partial_bias[chunk * OC + o];
-        dbias[o] += sum;
     }
 }
 
 }  // namespace jetlag
+#endif

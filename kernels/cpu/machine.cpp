@@ -53,6 +53,7 @@ HWY_AFTER_NAMESPACE();
 
 #if HWY_ONCE
 #include <hwy/aligned_allocator.h>
+#include <hwy/targets.h>
 #include <omp.h>
 
 #include <algorithm>
@@ -113,6 +114,37 @@ double measure_peak_flops() {
         }
         const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
         best = std::max(best, operations / elapsed.count());
+    }
+    return best;
+}
+
+std::vector<std::pair<const char*, double>> measure_peaks() {
+    struct Restore {
+        ~Restore() { hwy::SetSupportedTargetsForTest(0); }
+    } restore;
+    std::vector<std::pair<const char*, double>> peaks;
+    for (const int64_t target : hwy::SupportedAndGeneratedTargets()) {
+        hwy::SetSupportedTargetsForTest(target);
+        peaks.push_back({hwy::TargetName(target), measure_peak_flops()});
+        hwy::SetSupportedTargetsForTest(0);
+    }
+    return peaks;
+}
+
+double measure_copy_bandwidth(size_t bytes) {
+    const DeviceArray<std::byte> from(static_cast<int64_t>(bytes)), to(static_cast<int64_t>(bytes));
+    double best = 0;
+    for (int attempt = 0; attempt < 5; attempt++) {
+        const auto start = std::chrono::steady_clock::now();
+#pragma omp parallel
+        {
+            const size_t threads = static_cast<size_t>(omp_get_num_threads()),
+                         t = static_cast<size_t>(omp_get_thread_num());
+            const size_t begin = bytes * t / threads, end = bytes * (t + 1) / threads;
+            std::memcpy(to.data + begin, from.data + begin, end - begin);
+        }
+        const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
+        best = std::max(best, 2 * static_cast<double>(bytes) / elapsed.count());
     }
     return best;
 }

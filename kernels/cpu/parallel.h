@@ -23,6 +23,8 @@ inline int64_t chunk_begin(int64_t chunk, int64_t chunks, int64_t n) {
     return n * chunk / chunks;
 }
 
+inline constexpr int64_t kWidestVector = 16;  // floats, of any target
+
 inline int64_t round_up(int64_t n, int64_t multiple) {
     return (n + multiple - 1) / multiple * multiple;
 }

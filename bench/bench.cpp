@@ -1,0 +1,660 @@
+// bench: what the machine can do, and how near each op, a training step and an evaluation come to it.
+//
+// Two ceilings are measured first: multiply-adds per second on registers, and bytes copied per second between arrays
+// that no cache holds. Each row then states its arithmetic and the bytes that it must read and write at least, so that
+// both ceilings can be read off. An op takes turns on several sets of arrays, together larger than the private caches,
+// since in use its activations come from memory or the last-level cache too; weights and workspaces are the same every
+// time, as in use. A median is over --repeat samples; a sample runs the op as often as 10 ms need.
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <fstream>
+#include <functional>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <regex>
+
+#include "data_prep/motif.h"
+#include "kernels/ops.h"
+#include "kernels/position/registry.h"
+#include "models/checkpoint.h"
+#include "models/config.h"
+#include "models/model.h"
+#include "models/windows.h"
+#include "src/command_line.h"
+#include "src/error.h"
+#include "src/files.h"
+#include "src/progress.h"
+
+namespace jetlag {
+namespace {
+
+constexpr double kSampleSeconds = 0.01;
+constexpr double kLongRowSeconds = 10;       // after so many seconds of samples three are enough
+constexpr int64_t kRotatedBytes = 64 << 20;  // arrays that take turns are so large together
+constexpr int64_t kHeads = 4;                // of the published model, and of the single attention ops
+constexpr int64_t kComparedLosses = 3;       // of a training row, for bench/compare
+
+double now() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Rows
+
+struct Row {
+    std::string name;    // KIND/METHOD or op/sizes
+    std::string kind;    // the name up to its first '/'
+    std::string method;  // "" where none is involved
+    int64_t T = 0, B = 0;
+    int threads = 0;              // 0: as many as the program has
+    double flops = 0, bytes = 0;  // of one run; 0: not stated
+    std::vector<double> seconds;  // sorted
+    std::vector<double> losses;
+    OpTimes shares;                            // seconds of each op over all samples
+    std::optional<int64_t> peak_memory_bytes;  // resident, of the whole process, during this row
+    std::optional<double> skipped;             // share of attention tiles
+};
+
+// What a row runs, made when its turn comes so that its memory lives no longer than it.
+struct Work {
+    std::function<void()> run;
+    std::function<void(Row&)> finish = nullptr;  // adds what else the row reports
+};
+struct Case {
+    Row row;
+    std::function<Work()> make;
+};
+
+double median(const std::vector<double>& sorted) {
+    const size_t n = sorted.size();
+    return n % 2 == 1 ? sorted[n / 2] : (sorted[n / 2 - 1] + sorted[n / 2]) / 2;
+}
+
+// Restarts the kernel's account of peak resident memory; false where the system has none.
+bool reset_peak_memory() {
+    std::ofstream file("/proc/self/clear_refs");
+    file << "5" << std::flush;
+    return file.good();
+}
+std::optional<int64_t> peak_memory() {
+    std::ifstream file("/proc/self/status");
+    for (std::string line; std::getline(file, line);)
+        if (line.starts_with("VmHWM:")) return std::stoll(line.substr(6)) * 1024;
+    return std::nullopt;
+}
+
+Row measure(const Case& c, int64_t repeat) {
+    Row row = c.row;
+    const int threads_before = thread_count();
+    if (row.threads > 0) set_thread_count(row.threads);
+    const bool has_memory = reset_peak_memory();
+    const Work work = c.make();
+    const double start = now();
+    work.run();
+    work.run();
+    const double once = (now() - start) / 2;
+    const int64_t runs = std::max<int64_t>(1, static_cast<int64_t>(std::ceil(kSampleSeconds / once)));
+    const double begin = now();
+    while (std::ssize(row.seconds) < repeat && (std::ssize(row.seconds) < 3 || now() - begin < kLongRowSeconds)) {
+        const double sample = now();
+        for (int64_t i = 0; i < runs; i++) work.run();
+        row.seconds.push_back((now() - sample) / static_cast<double>(runs));
+    }
+    std::sort(row.seconds.begin(), row.seconds.end());
+    if (has_memory) row.peak_memory_bytes = peak_memory();
+    if (work.finish != nullptr) work.finish(row);
+    set_thread_count(threads_before);
+    return row;
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Single ops
+
+using Arrays = std::vector<DeviceArray<float>>;
+
+DeviceArray<float> random_array(int64_t n, float size) {
+    DeviceArray<float> array(n);
+    std::vector<float> values(static_cast<size_t>(n));
+    TorchGenerator generator = make_generator(static_cast<uint64_t>(n));
+    fill_uniform(generator, -size, size, values);
+    copy_to_device(array.data, values.data(), array.bytes());
+    return array;
+}
+
+// Calls op with the arrays of the next set at each run; sizes in floats. `prepare` is called once for each set.
+std::function<void()> rotating(const std::vector<int64_t>& sizes, float size,
+                               const std::function<void(const Arrays&)>& op,
+                               const std::function<void(const Arrays&)>& prepare = nullptr) {
+    int64_t floats = 0;
+    for (int64_t n : sizes) floats += n;
+    const int64_t count = std::clamp<int64_t>(kRotatedBytes / (4 * floats), 1, 64);
+    auto sets = std::make_shared<std::vector<Arrays>>();
+    for (int64_t i = 0; i < count; i++) {
+        Arrays set;
+        for (int64_t n : sizes) set.push_back(random_array(n, size));
+        if (prepare != nullptr) prepare(set);
+        sets->push_back(std::move(set));
+    }
+    return [sets, op, turn = size_t{0}]() mutable {
+        op((*sets)[turn]);
+        turn = (turn + 1) % sets->size();
+    };
+}
+
+// An array that all runs share.
+std::shared_ptr<DeviceArray<float>> shared_array(int64_t n, float size) {
+    return std::make_shared<DeviceArray<float>>(random_array(n, size));
+}
+
+Row op_row(const std::string& name, double flops, double bytes) {
+    Row row;
+    row.name = name;
+    row.kind = name.substr(0, name.find('/'));
+    row.flops = flops;
+    row.bytes = bytes;
+    return row;
+}
+
+void add_dense(std::vector<Case>& cases, const std::string& layer, int64_t N, int64_t C, int64_t OC) {
+    const double weights = static_cast<double>(C * OC), rows = static_cast<double>(N);
+    const std::string sizes = fmt::format("{}/N{}", layer, N);
+    cases.push_back(
+        {op_row("linear_forward/" + sizes, 2 * weights * rows, 4 * rows * static_cast<double>(C + OC)), [=] {
+             const auto weight = shared_array(C * OC, 0.1f), bias = shared_array(OC, 0.1f);
+             return Work{rotating({N * OC, N * C}, 1, [=](const Arrays& a) {
+                 linear_forward(a[0].data, a[1].data, weight->data, bias->data, N, C, OC);
+             })};
+         }});
+    cases.push_back(
+        {op_row("linear_backward/" + sizes, 4 * weights * rows, 4 * rows * static_cast<double>(2 * C + OC)), [=] {
+             const auto weight = shared_array(C * OC, 0.1f), dweight = shared_array(C * OC, 0.1f),
+                        dbias = shared_array(OC, 0.1f), workspace = shared_array(linear_workspace_floats(N, C, OC), 1);
+             return Work{rotating({N * C, N * OC, N * C}, 1e-3f, [=](const Arrays& a) {
+                 linear_backward(a[0].data, dweight->data, dbias->data, a[1].data, a[2].data, weight->data,
+                                 workspace->data, N, C, OC);
+             })};
+         }});
+}
+
+// The ops that are one pass over memory, for N rows of C channels.
+void add_passes(std::vector<Case>& cases, int64_t N, const ModelShape& s) {
+    const int64_t C = s.embed_dim, V = s.vocab, hidden = N * s.mlp_dim;
+    const std::string rows = fmt::format("/N{}", N);
+    const double floats = 4 * static_cast<double>(N * C), hidden_bytes = 4 * static_cast<double>(hidden);
+    cases.push_back({op_row("layernorm_forward" + rows, 0, 2 * floats), [=] {
+                         const auto weight = shared_array(C, 1), bias = shared_array(C, 1);
+                         return Work{rotating({N * C, N, N, N * C}, 1, [=](const Arrays& a) {
+                             layernorm_forward(a[0].data, a[1].data, a[2].data, a[3].data, weight->data, bias->data, N,
+                                               C);
+                         })};
+                     }});
+    cases.push_back({op_row("layernorm_backward" + rows, 0, 4 * floats), [=] {
+                         const auto weight = shared_array(C, 1), gradients = shared_array(2 * C, 1),
+                                    workspace = shared_array(layernorm_workspace_floats(N, C), 1);
+                         return Work{rotating({N * C, N * C, N * C, N, N}, 1e-3f, [=](const Arrays& a) {
+                             layernorm_backward(a[0].data, gradients->data, gradients->data + C, a[1].data, a[2].data,
+                                                weight->data, a[3].data, a[4].data, workspace->data, N, C);
+                         })};
+                     }});
+    cases.push_back({op_row("gelu_forward" + rows, 0, 2 * hidden_bytes), [=] {
+                         return Work{rotating({hidden, hidden}, 3,
+                                              [=](const Arrays& a) { gelu_forward(a[0].data, a[1].data, hidden); })};
+                     }});
+    cases.push_back({op_row("gelu_backward" + rows, 0, 3 * hidden_bytes), [=] {
+                         return Work{rotating({hidden, hidden, hidden}, 3, [=](const Arrays& a) {
+                             gelu_backward(a[0].data, a[1].data, a[2].data, hidden);
+                         })};
+                     }});
+    cases.push_back({op_row("residual_forward" + rows, 0, 3 * floats), [=] {
+                         return Work{rotating({N * C, N * C, N * C}, 1, [=](const Arrays& a) {
+                             residual_forward(a[0].data, a[1].data, a[2].data, N * C);
+                         })};
+                     }});
+    const auto tokens_of = [](int64_t n, int64_t limit) {
+        TorchGenerator generator = make_generator(1);
+        std::vector<int64_t> drawn(static_cast<size_t>(n));
+        fill_randint(generator, 0, limit, drawn);
+        const std::vector<int32_t> narrow(drawn.begin(), drawn.end());
+        auto tokens = std::make_shared<DeviceArray<int32_t>>(n);
+        copy_to_device(tokens->data, narrow.data(), tokens->bytes());
+        return tokens;
+    };
+    cases.push_back({op_row("cross_entropy" + rows, 0, 2 * 4 * static_cast<double>(N * V)), [=] {
+                         const auto tokens = tokens_of(N, V);
+                         return Work{rotating({N, N * V}, 3, [=](const Arrays& a) {
+                             cross_entropy(a[0].data, a[1].data, a[1].data, tokens->data, 1e-4f, N, V);
+                         })};
+                     }});
+    cases.push_back({op_row("embedding_forward" + rows, 0, 2 * floats), [=] {
+                         const auto tokens = tokens_of(N, V);
+                         const auto weight = shared_array(V * C, 1);
+                         return Work{rotating({N * C}, 1, [=](const Arrays& a) {
+                             embedding_forward(a[0].data, weight->data, tokens->data, N, C);
+                         })};
+                     }});
+    cases.push_back({op_row("embedding_backward" + rows, 0, floats), [=] {
+                         const auto tokens = tokens_of(N, V);
+                         const auto dweight = shared_array(V * C, 1);
+                         return Work{rotating({N * C}, 1e-3f, [=](const Arrays& a) {
+                             embedding_backward(dweight->data, a[0].data, tokens->data, N, V, C);
+                         })};
+                     }});
+}
+
+void add_optimizer(std::vector<Case>& cases, int64_t n) {
+    cases.push_back(
+        {op_row(fmt::format("adamw/n{}", n), 0, 7 * 4 * static_cast<double>(n)), [=] {
+             const auto takes_part = std::make_shared<DeviceArray<uint8_t>>(n);
+             const std::vector<uint8_t> ones(static_cast<size_t>(n), 1);
+             copy_to_device(takes_part->data, ones.data(), ones.size());
+             return Work{rotating({n, n, n, n}, 1e-3f, [=](const Arrays& a) {
+                 // Second moments are not negative.
+                 adamw(a[0].data, a[1].data, a[1].data, a[2].data, takes_part->data, {0, 0.9, 0.999, 1e-8, 0, 1}, 1, n);
+             })};
+         }});
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Position methods: tables and attention
+
+// The published model with one method, initialised from seed 0, with `settings` over it.
+struct Subject {
+    Config config;
+    Model model;
+};
+Subject make_subject(const std::string& method, std::vector<std::string> overrides) {
+    std::vector<Setting> settings;
+    overrides.insert(overrides.begin(), "model.position=" + method);
+    add_overrides(settings, overrides);
+    Subject subject;
+    subject.config = make_config(settings);
+    subject.model = make_model(model_shape(subject.config));
+    TorchGenerator generator = make_generator(0);
+    initialize_model(subject.model, generator);
+    return subject;
+}
+
+// The two tables of a method for T tokens, the lag bias as in the first block of an initial model.
+struct Tables {
+    ModelShape shape;
+    DeviceArray<float> rotary_memory, parameters, lag_bias;
+    RotaryTable rotary;
+};
+std::shared_ptr<Tables> make_tables(const std::string& method, int64_t T, int64_t head_dim) {
+    const Subject subject = make_subject(
+        method, {fmt::format("model.embed_dim={}", kHeads * head_dim), fmt::format("model.heads={}", kHeads)});
+    auto tables = std::make_shared<Tables>();
+    tables->shape = subject.model.shape;
+    tables->rotary_memory = DeviceArray<float>(rotary_floats(tables->shape, T));
+    tables->rotary = make_rotary_table(tables->shape, tables->rotary_memory.data, T);
+    const LagBiasSpec& spec = tables->shape.lag_bias;
+    if (spec.module == nullptr) return tables;
+    tables->parameters = DeviceArray<float>(std::max<int64_t>(1, bias_parameter_count(spec)));
+    for (const ParameterInfo& info : subject.model.layout)
+        if (info.name.starts_with(fmt::format("blocks.0.attn.{}.", spec.module->state_name))) {
+            copy_to_device(tables->parameters.data, subject.model.parameters.data + info.offset,
+                           static_cast<size_t>(bias_parameter_count(spec)) * sizeof(float));
+            break;
+        }
+    tables->lag_bias = DeviceArray<float>(spec.heads * T);
+    lag_bias_table(tables->lag_bias.data, spec, tables->parameters.data, T);
+    return tables;
+}
+
+Row method_row(const std::string& kind, const std::string& method, int64_t T, int64_t B, const std::string& more,
+               double flops, double bytes) {
+    Row row = op_row(fmt::format("{}/{}/T{}/{}", kind, method, T, more), flops, bytes);
+    row.method = method;
+    row.T = T;
+    row.B = B;
+    return row;
+}
+
+// Nothing is skipped: the row shows what a tile costs.
+void add_attention(std::vector<Case>& cases, const std::string& method, int64_t T, int64_t B, int64_t D) {
+    const int64_t H = kHeads, N = B * T, C = H * D;
+    const double pairs = static_cast<double>(N) * static_cast<double>(T + 1) / 2,
+                 floats = 4 * static_cast<double>(N * C);
+    const std::string more = fmt::format("B{}/D{}", B, D);
+    cases.push_back(
+        {method_row("attention_forward", method, T, B, more, 4 * static_cast<double>(C) * pairs, 4 * floats), [=] {
+             const auto tables = make_tables(method, T, D);
+             const auto workspace = shared_array(attention_workspace_floats(B, T, H, D), 0);
+             return Work{rotating({N * C, N * H, N * 3 * C}, 1, [=](const Arrays& a) {
+                 attention_forward(a[0].data, a[1].data, nullptr, a[2].data, tables->rotary, tables->lag_bias.data,
+                                   workspace->data, B, T, H, D);
+             })};
+         }});
+    cases.push_back(
+        {method_row("attention_backward", method, T, B, more, 10 * static_cast<double>(C) * pairs, 8 * floats), [=] {
+             const auto tables = make_tables(method, T, D);
+             const auto workspace = shared_array(attention_workspace_floats(B, T, H, D), 0);
+             const auto dlag_bias = std::make_shared<DeviceArray<float>>(tables->lag_bias.size);
+             const auto forward = [=](const Arrays& a) {
+                 attention_forward(a[3].data, a[4].data, nullptr, a[2].data, tables->rotary, tables->lag_bias.data,
+                                   workspace->data, B, T, H, D);
+             };
+             const auto backward = [=](const Arrays& a) {
+                 attention_backward(a[0].data, dlag_bias->data, a[1].data, a[2].data, a[3].data, a[4].data,
+                                    tables->rotary, tables->lag_bias.data, workspace->data, B, T, H, D);
+             };
+             return Work{rotating({N * 3 * C, N * C, N * 3 * C, N * C, N * H}, 1, backward, forward)};
+         }});
+}
+
+void add_tables(std::vector<Case>& cases, const std::string& method, int64_t T) {
+    const Method* m = find_method(method);
+    if (m->rotary != nullptr)
+        cases.push_back({method_row("rotary_table", method, T, 1, "D24", 0, 0), [=] {
+                             const auto tables = make_tables(method, T, 24);
+                             return Work{[=] { rotary_table(tables->rotary, tables->shape.rotary, T); }};
+                         }});
+    if (m->lag_bias == nullptr) return;
+    cases.push_back({method_row("lag_bias_table", method, T, 1, "H4", 0, 0), [=] {
+                         const auto tables = make_tables(method, T, 24);
+                         return Work{[=] {
+                             lag_bias_table(tables->lag_bias.data, tables->shape.lag_bias, tables->parameters.data, T);
+                         }};
+                     }});
+    cases.push_back({method_row("lag_bias_table_backward", method, T, 1, "H4", 0, 0), [=] {
+                         const auto tables = make_tables(method, T, 24);
+                         const auto dparameters = shared_array(tables->parameters.size, 0);
+                         return Work{[=] {
+                             lag_bias_table_backward(dparameters->data, tables->lag_bias.data, tables->shape.lag_bias,
+                                                     tables->parameters.data, T);
+                         }};
+                     }});
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Whole steps and evaluations
+
+// The tokens of all whole rows: window w starts at byte w T mod (n - T).
+std::span<const uint8_t> bench_tokens() {
+    static const std::string text = make_motif_corpus({.bars = 40000}).text;
+    return {reinterpret_cast<const uint8_t*>(text.data()), text.size()};
+}
+Batch bench_batch(int64_t first_window, int64_t B, int64_t T) {
+    std::vector<int64_t> starts;
+    for (int64_t w = first_window; w < first_window + B; w++)
+        starts.push_back(w * T % (std::ssize(bench_tokens()) - T));
+    return make_batch(bench_tokens(), starts, T);
+}
+
+// A training step as train_lm makes it: batch, forward, backward, gradient norm, AdamW.
+void add_training(std::vector<Case>& cases, const std::string& method, int64_t T, int64_t B, int threads) {
+    const auto shape = make_subject(method, {}).model.shape;
+    Row row = method_row("train", method, T, B, fmt::format("B{}", B), training_flops(shape, B, T), 0);
+    row.threads = threads;
+    if (threads > 0) row.name += fmt::format("/threads{}", threads);
+    cases.push_back(
+        {row, [=] {
+             struct State {
+                 Subject subject;
+                 Activations acts;
+                 DeviceArray<float> gradients, m, v;
+                 int64_t step = 0;
+                 std::vector<double> losses;
+                 OpTimes times;
+             };
+             const auto s = std::make_shared<State>();
+             s->subject = make_subject(method, {fmt::format("train.context={}", T)});
+             Model& model = s->subject.model;
+             s->acts = make_activations(model.shape, B, T, Mode::training, false);
+             s->acts.op_times = &s->times;
+             s->gradients = DeviceArray<float>(model.parameters.size);
+             s->m = DeviceArray<float>(model.parameters.size);
+             s->v = DeviceArray<float>(model.parameters.size);
+             const auto run = [=] {
+                 s->times.last = std::chrono::steady_clock::now();
+                 Model& trained = s->subject.model;
+                 const TrainSettings& t = s->subject.config.train;
+                 const Batch batch = bench_batch(s->step * B, B, T);
+                 device_zero(s->gradients.data, s->gradients.bytes());
+                 const double loss = train_batch(trained, s->acts, s->gradients, batch.tokens, batch.targets, B, T, 1);
+                 if (std::ssize(s->losses) < kComparedLosses) s->losses.push_back(loss);
+                 moments(s->gradients.data, s->gradients.size);
+                 adamw(trained.parameters.data, s->m.data, s->v.data, s->gradients.data, trained.takes_part.data,
+                       {t.lr, t.beta1, t.beta2, t.eps, t.weight_decay, 1}, ++s->step, trained.parameters.size);
+                 lap(&s->times, "optimizer");
+             };
+             return Work{run, [=](Row& done) {
+                             done.losses = s->losses;
+                             done.shares = s->times;
+                         }};
+         }});
+}
+
+void add_evaluation(std::vector<Case>& cases, const std::string& method, int64_t T) {
+    const auto shape = make_subject(method, {}).model.shape;
+    cases.push_back({method_row("eval", method, T, 1, "B1", forward_flops(shape, 1, T), 0), [=] {
+                         struct State {
+                             Subject subject;
+                             Activations acts;
+                             std::vector<double> losses;
+                             OpTimes times;
+                         };
+                         const auto s = std::make_shared<State>();
+                         s->subject = make_subject(method, {});
+                         s->acts = make_activations(s->subject.model.shape, 1, T, Mode::inference, false);
+                         s->acts.op_times = &s->times;
+                         const auto run = [=] {
+                             s->times.last = std::chrono::steady_clock::now();
+                             const Batch batch = bench_batch(0, 1, T);
+                             s->losses = {
+                                 evaluate_batch(s->subject.model, s->acts, batch.tokens, batch.targets, 1, T, T).loss};
+                         };
+                         return Work{run, [=](Row& done) {
+                                         done.losses = s->losses;
+                                         done.shares = s->times;
+                                     }};
+                     }});
+}
+
+std::vector<Case> all_cases() {
+    std::vector<Case> cases;
+    const ModelShape published = make_subject("none", {}).model.shape;
+    for (int64_t B : {8, 32}) {
+        const int64_t N = B * 1024, C = published.embed_dim;
+        add_dense(cases, "qkv", N, C, 3 * C);
+        add_dense(cases, "out_proj", N, C, C);
+        add_dense(cases, "mlp.0", N, C, published.mlp_dim);
+        add_dense(cases, "mlp.2", N, published.mlp_dim, C);
+        if (B == 8) add_dense(cases, "head", 2048, C, published.vocab);
+        add_passes(cases, N, published);
+    }
+    add_optimizer(cases, make_subject("full", {}).model.parameters.size);
+    for (const Method& method : methods())
+        for (int64_t T : {1024, 32768}) add_tables(cases, method.name, T);
+    for (int64_t D : {24, 64})
+        for (const auto& [T, B] : {std::pair<int64_t, int64_t>{512, 8}, {1024, 8}, {8192, 1}, {32768, 1}})
+            for (const Method& method : methods()) add_attention(cases, method.name, T, B, D);
+    for (const Method& method : methods())
+        for (int64_t B : {8, 32}) add_training(cases, method.name, 1024, B, 0);
+    for (const char* method : {"rope", "full"}) add_training(cases, method, 1024, 8, 1);
+    for (const Method& method : methods())
+        for (int64_t T : {1024, 8192, 32768}) add_evaluation(cases, method.name, T);
+    return cases;
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// The program
+
+struct Machine {
+    std::string cpu;
+    int threads = 0;
+    std::vector<std::pair<const char*, double>> peaks, peaks_one_thread;  // FLOP/s by vector width
+    double copy = 0, copy_one_thread = 0;                                 // bytes read and written per second
+};
+
+std::string cpu_name() {
+    std::ifstream file("/proc/cpuinfo");
+    for (std::string line; std::getline(file, line);)
+        if (line.starts_with("model name")) return line.substr(std::min(line.size(), line.find(':') + 2));
+    return "unknown";
+}
+
+Machine measure_machine() {
+    constexpr size_t kCopied = size_t{256} << 20;
+    Machine machine;
+    machine.cpu = cpu_name();
+    machine.threads = thread_count();
+    machine.peaks = measure_peaks();
+    machine.copy = measure_copy_bandwidth(kCopied);
+    set_thread_count(1);
+    machine.peaks_one_thread = measure_peaks();
+    machine.copy_one_thread = measure_copy_bandwidth(kCopied);
+    set_thread_count(machine.threads);
+    return machine;
+}
+
+double peak_for(const Machine& machine, const Row& row) {
+    return (row.threads == 1 ? machine.peaks_one_thread : machine.peaks).front().second;
+}
+
+void print_machine(const Machine& machine) {
+    fmt::print("machine     {}, {} threads, {}\n", machine.cpu, machine.threads, simd_target_name());
+    for (size_t i = 0; i < machine.peaks.size(); i++)
+        fmt::print("            {:<8} {:7.1f} GFLOP/s, one thread {:7.1f}\n", machine.peaks[i].first,
+                   machine.peaks[i].second * 1e-9, machine.peaks_one_thread[i].second * 1e-9);
+    fmt::print("            copy     {:7.1f} GB/s read and written, one thread {:.1f}\n\n", machine.copy * 1e-9,
+               machine.copy_one_thread * 1e-9);
+}
+
+void print_row(const Row& row, const Machine& machine) {
+    const double m = median(row.seconds);
+    fmt::print("{:<52} {:>10.3f} ms  {:>+5.1f} {:>+5.1f}%", row.name, m * 1e3, 100 * (row.seconds.front() / m - 1),
+               100 * (row.seconds.back() / m - 1));
+    if (row.flops > 0)
+        fmt::print("  {:>6.1f} GFLOP/s {:>5.1f}%", row.flops / m * 1e-9, 100 * row.flops / m / peak_for(machine, row));
+    else
+        fmt::print("  {:>21}", "");
+    if (row.bytes > 0) fmt::print("  {:>8.1f} MB {:>6.1f} GB/s", row.bytes * 1e-6, row.bytes / m * 1e-9);
+    if (row.kind == "train") fmt::print("  {:.0f} tokens/s", static_cast<double>(row.B * row.T) / m);
+    if ((row.kind == "train" || row.kind == "eval") && row.peak_memory_bytes)
+        fmt::print("  {:.0f} MB resident", static_cast<double>(*row.peak_memory_bytes) * 1e-6);
+    if (row.skipped) fmt::print("  {:.1f}% skipped", 100 * *row.skipped);
+    fmt::print("\n");
+    double total = 0;
+    for (const auto& [op, seconds] : row.shares.seconds) total += seconds;
+    std::string line;
+    for (const auto& [op, seconds] : row.shares.seconds)
+        line += fmt::format("{}{} {:.1f}%", line.empty() ? "" : ", ", op, 100 * seconds / total);
+    if (!line.empty()) fmt::print("    {}\n", line);
+    std::fflush(stdout);
+}
+
+nlohmann::ordered_json json_of(const Machine& machine) {
+    nlohmann::ordered_json json{{"cpu", machine.cpu},
+                                {"threads", machine.threads},
+                                {"simd", simd_target_name()},
+                                {"peak_gflops", machine.peaks.front().second * 1e-9}};
+    for (size_t i = 0; i < machine.peaks.size(); i++) {
+        json["gflops"][machine.peaks[i].first] = machine.peaks[i].second * 1e-9;
+        json["gflops_one_thread"][machine.peaks[i].first] = machine.peaks_one_thread[i].second * 1e-9;
+    }
+    json["copy_gbytes_per_s"] = machine.copy * 1e-9;
+    json["copy_gbytes_per_s_one_thread"] = machine.copy_one_thread * 1e-9;
+    return json;
+}
+
+nlohmann::ordered_json json_of(const Row& row, const Machine& machine) {
+    const double m = median(row.seconds);
+    nlohmann::ordered_json json{{"name", row.name}, {"kind", row.kind}};
+    if (!row.method.empty()) {
+        json["method"] = row.method;
+        json["T"] = row.T;
+        json["B"] = row.B;
+    }
+    json["threads"] = row.threads > 0 ? row.threads : machine.threads;
+    json["seconds"] = row.seconds;
+    json["median"] = m;
+    if (row.flops > 0) {
+        json["flops"] = row.flops;
+        json["percent_of_peak"] = 100 * row.flops / m / peak_for(machine, row);
+    }
+    if (row.bytes > 0) json["bytes"] = row.bytes;
+    if (!row.losses.empty()) json["losses"] = row.losses;
+    if (row.peak_memory_bytes) json["peak_memory_bytes"] = *row.peak_memory_bytes;
+    if (row.skipped) json["skipped"] = *row.skipped;
+    double total = 0;
+    for (const auto& [op, seconds] : row.shares.seconds) total += seconds;
+    for (const auto& [op, seconds] : row.shares.seconds) json["share"][op] = seconds / total;
+    return json;
+}
+
+// What bench/torch_baseline.py needs to do the same work: tokens, and the initial weights of every method.
+void write_inputs(const std::filesystem::path& folder) {
+    make_folder(folder);
+    const auto tokens = bench_tokens();
+    write_file_atomically(folder / "tokens.bin",
+                          std::string_view(reinterpret_cast<const char*>(tokens.data()), tokens.size()));
+    for (const Method& method : methods()) {
+        const Subject subject = make_subject(method.name, {});
+        save_checkpoint(folder / fmt::format("{}.safetensors", method.name), subject.model, subject.config, 0,
+                        sha256_hex(std::as_bytes(tokens)));
+    }
+    fmt::print("tokens and initial weights of {} methods written to {}\n", methods().size(), folder.string());
+}
+
+int run(int argc, char** argv) {
+    CLI::App app{"Measures this machine, every op, training steps and evaluations."};
+    std::string filter, json_file, inputs;
+    int64_t repeat = 7;
+    int threads = 0;
+    bool list = false;
+    app.add_option("--filter", filter, "only rows whose name contains a match of this regular expression");
+    app.add_option("--repeat", repeat, "samples of a row, of which the median is shown (default: 7)")
+        ->check(CLI::Range(1, 10000));
+    app.add_option("--threads", threads, "threads (default: all)")->check(CLI::Range(1, 1024));
+    app.add_option("--json", json_file, "write a JSON file as well");
+    app.add_option("--inputs", inputs, "only write tokens and initial weights for bench/torch_baseline.py there");
+    app.add_flag("--list", list, "only list the names of the rows");
+    app.footer(
+        "Columns: name, median time of one run, fastest and slowest sample against it, arithmetic per second and in\n"
+        "percent of the measured peak, bytes that must be read and written at least, and those per second.");
+    if (!parse_command_line(app, argc, argv)) return kExitGood;
+    if (!inputs.empty()) {
+        write_inputs(inputs);
+        return kExitGood;
+    }
+    std::regex pattern;
+    try {
+        pattern = std::regex(filter);
+    } catch (const std::regex_error& error) {
+        fail_usage("--filter {}: not a regular expression: {}", filter, error.what());
+    }
+    std::vector<Case> cases;
+    for (Case& c : all_cases())
+        if (std::regex_search(c.row.name, pattern)) cases.push_back(std::move(c));
+    if (cases.empty()) fail_usage("--filter {}: matches no row (--list shows them)", filter);
+    if (list) {
+        for (const Case& c : cases) fmt::print("{}\n", c.row.name);
+        return kExitGood;
+    }
+    if (threads > 0) set_thread_count(threads);
+    const Machine machine = measure_machine();
+    print_machine(machine);
+    Progress progress = make_progress();
+    nlohmann::ordered_json json{{"machine", json_of(machine)}, {"rows", nlohmann::ordered_json::array()}};
+    const double start = now();
+    for (size_t i = 0; i < cases.size(); i++) {
+        const double share = static_cast<double>(i) / static_cast<double>(cases.size());
+        draw_progress(progress, cases[i].row.name, share, fmt::format("{} elapsed", duration_text(now() - start)));
+        const Row row = measure(cases[i], repeat);
+        clear_progress(progress);
+        print_row(row, machine);
+        json["rows"].push_back(json_of(row, machine));
+        if (!json_file.empty()) write_file_atomically(json_file, json.dump(1) + "\n");
+    }
+    return kExitGood;
+}
+
+}  // namespace
+}  // namespace jetlag
+
+int main(int argc, char** argv) {
+    return jetlag::run_main("bench", [&] { return jetlag::run(argc, argv); });
+}
