@@ -383,6 +383,11 @@ Batch bench_batch(int64_t first_window, int64_t B, int64_t T) {
     return make_batch(bench_tokens(), starts, T);
 }
 
+std::optional<double> skipped_share(const AttentionSkipping& skipping) {
+    if (skipping.tiles == 0) return std::nullopt;
+    return static_cast<double>(skipping.skipped) / static_cast<double>(skipping.tiles);
+}
+
 // A training step as train_lm makes it: batch, forward, backward, gradient norm, AdamW.
 void add_training(std::vector<Case>& cases, const std::string& method, int64_t T, int64_t B, int threads) {
     const auto shape = make_subject(method, {}).model.shape;
@@ -427,9 +432,10 @@ void add_training(std::vector<Case>& cases, const std::string& method, int64_t T
          }});
 }
 
-void add_evaluation(std::vector<Case>& cases, const std::string& method, int64_t T) {
+void add_evaluation(std::vector<Case>& cases, const std::string& method, int64_t T, bool skips) {
     const auto shape = make_subject(method, {}).model.shape;
-    cases.push_back({method_row("eval", method, T, 1, "B1", forward_flops(shape, 1, T), 0), [=] {
+    const std::string more = skips ? "B1" : "B1/no_skipping";
+    cases.push_back({method_row("eval", method, T, 1, more, forward_flops(shape, 1, T), 0), [=] {
                          struct State {
                              Subject subject;
                              Activations acts;
@@ -437,7 +443,7 @@ void add_evaluation(std::vector<Case>& cases, const std::string& method, int64_t
                              OpTimes times;
                          };
                          const auto s = std::make_shared<State>();
-                         s->subject = make_subject(method, {});
+                         s->subject = make_subject(method, {fmt::format("model.exact_skipping={}", skips)});
                          s->acts = make_activations(s->subject.model.shape, 1, T, Mode::inference, false);
                          s->acts.op_times = &s->times;
                          const auto run = [=] {
@@ -449,6 +455,7 @@ void add_evaluation(std::vector<Case>& cases, const std::string& method, int64_t
                          return Work{run, [=](Row& done) {
                                          done.losses = s->losses;
                                          done.shares = s->times;
+                                         done.skipped = skipped_share(s->acts.skipping);
                                      }};
                      }});
 }
@@ -475,7 +482,10 @@ std::vector<Case> all_cases() {
         for (int64_t B : {8, 32}) add_training(cases, method.name, 1024, B, 0);
     for (const char* method : {"rope", "full"}) add_training(cases, method, 1024, 8, 1);
     for (const Method& method : methods())
-        for (int64_t T : {1024, 8192, 32768}) add_evaluation(cases, method.name, T);
+        for (int64_t T : {1024, 8192, 32768}) {
+            add_evaluation(cases, method.name, T, true);
+            if (method.lag_bias != nullptr) add_evaluation(cases, method.name, T, false);
+        }
     return cases;
 }
 

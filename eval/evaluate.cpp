@@ -114,6 +114,7 @@ static Evaluation evaluate_at(const Checkpoint& checkpoint, std::span<const uint
         e.loss += share * result.loss;
         e.logit_std += share * result.logit_std;
         e.logit_abs_max += share * result.logit_abs_max;
+        e.skipped += share * result.skipped;
         entropy += share * result.entropy.value_or(0);
         support += share * result.effective_support.value_or(0);
         lag += share * result.mean_lag.value_or(0);

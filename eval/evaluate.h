@@ -47,6 +47,7 @@ struct Evaluation {
     double logit_abs_max = 0;
     std::optional<double> entropy, effective_support, mean_lag;  // of the last block's attention rows
     std::vector<std::pair<std::string, double>> lag_bias;        // gates, slope, order masses
+    double skipped = 0;  // share of attention's tiles that exact skipping left out
     int64_t windows = 0, targets_scored = 0, disjoint_windows = 0;
     double seconds = 0;
     std::vector<double> loss_at;    // mean loss at each position of the window, over all windows

@@ -56,7 +56,7 @@ std::string evaluation_table(const std::vector<Evaluation>& list, const Protocol
     std::vector<std::string> header = {"checkpoint", "position", "context",   "loss",
                                        "ppl",        "delta",    "logit std", "|logit| max"};
     if (protocol.attention_stats) header.insert(header.end(), {"entropy", "support", "mean lag"});
-    header.insert(header.end(), {"windows", "targets", "disjoint", "seconds"});
+    header.insert(header.end(), {"windows", "targets", "disjoint", "skipped", "seconds"});
     Table rows = {header};
     for (const Evaluation& e : list) {
         std::vector<std::string> row = {short_name(e.checkpoint),
@@ -70,8 +70,9 @@ std::string evaluation_table(const std::vector<Evaluation>& list, const Protocol
         if (protocol.attention_stats)
             row.insert(row.end(), {fmt::format("{:.3f}", *e.entropy), fmt::format("{:.1f}", *e.effective_support),
                                    fmt::format("{:.1f}", *e.mean_lag)});
-        row.insert(row.end(), {std::to_string(e.windows), std::to_string(e.targets_scored),
-                               std::to_string(e.disjoint_windows), fmt::format("{:.2f}", e.seconds)});
+        row.insert(row.end(),
+                   {std::to_string(e.windows), std::to_string(e.targets_scored), std::to_string(e.disjoint_windows),
+                    fmt::format("{:.0f}%", 100 * e.skipped), fmt::format("{:.2f}", e.seconds)});
         rows.push_back(row);
     }
     text += aligned(rows);
@@ -131,7 +132,8 @@ std::string evaluation_csv(const std::vector<Evaluation>& list, const Protocol& 
         "attention_effective_support,average_attention_distance,logit_std,logit_abs_max";
     for (const std::string& name : lag_bias) text += "," + name;
     text +=
-        ",checkpoint,windows,batches,batch,window_count,eval_seed,targets,targets_scored,disjoint_windows,seconds\n";
+        ",checkpoint,windows,batches,batch,window_count,eval_seed,targets,targets_scored,disjoint_windows,seconds,"
+        "attention_skipped\n";
     for (const Evaluation& e : list) {
         text += fmt::format("{},{},{},{},{},{},{},{},{},{},{},{},{},{}", cell(e.position), e.train_seed, e.train_len,
                             e.context, e.max_order, number(e.train_len_loss), number(e.loss), number(e.perplexity),
@@ -142,9 +144,9 @@ std::string evaluation_csv(const std::vector<Evaluation>& list, const Protocol& 
             for (const auto& figure : e.lag_bias)
                 if (figure.first == name) text += number(figure.second);
         }
-        text += fmt::format(",{},{},{},{},{},{},{},{},{},{}\n", cell(e.checkpoint), windows_name(protocol),
+        text += fmt::format(",{},{},{},{},{},{},{},{},{},{},{}\n", cell(e.checkpoint), windows_name(protocol),
                             batch_count(e, protocol), protocol.batch, e.windows, protocol.seed, targets_name(protocol),
-                            e.targets_scored, e.disjoint_windows, number(e.seconds));
+                            e.targets_scored, e.disjoint_windows, number(e.seconds), number(e.skipped));
     }
     return text;
 }
@@ -178,6 +180,7 @@ std::string evaluation_json(const std::vector<Evaluation>& list, const Protocol&
                               {"targets", targets_name(protocol)},
                               {"targets_scored", e.targets_scored},
                               {"disjoint_windows", e.disjoint_windows}};
+        object["attention_skipped"] = e.skipped;
         object["seconds"] = e.seconds;
         array.push_back(object);
     }

@@ -154,6 +154,8 @@ static std::vector<Key> make_keys(Config& c, Form form) {
         {"model.embed_dim", &c.model.embed_dim, "channels C", 1, 65536},
         {"model.heads", &c.model.heads, "attention heads H; C/H is at most 256", 1, 65536},
         {"model.mlp_ratio", &c.model.mlp_ratio, "hidden channels of the MLP over C", 1, 64},
+        {"model.exact_skipping", &c.model.exact_skipping,
+         "leave out tiles of attention whose weights the lag bias makes too small to count in float"},
     };
     keys.insert(keys.end(), sizes.begin(), sizes.end());
     for (const Shorthand& s : kShorthands) keys.push_back(option_key(s.key, c.model.*s.value));
@@ -162,6 +164,8 @@ static std::vector<Key> make_keys(Config& c, Form form) {
         {"train.batch", &c.train.batch, "windows per step", 1, most},
         {"train.accumulate", &c.train.accumulate, "passes that a batch is split into, to save memory; divides batch", 1,
          most},
+        {"train.recompute", &c.train.recompute,
+         "compute each block's activations again in backward instead of keeping them: less memory, more time"},
         {"train.steps", &c.train.steps, "optimizer steps", 0, most},
         {"train.lr", &c.train.lr, "learning rate of AdamW", 0, 1000},
         text_key("train.schedule", &c.train.schedule, "learning rate after the warm-up", {"constant", "cosine"}),
@@ -279,6 +283,7 @@ ModelShape model_shape(const Config& config) {
     shape.head_dim = model.embed_dim / model.heads;
     shape.mlp_dim = model.mlp_ratio * model.embed_dim;
     shape.train_len = config.train.context;
+    shape.exact_skipping = model.exact_skipping;
     shape.rotary.head_dim = shape.head_dim;
     shape.rotary.train_len = shape.lag_bias.train_len = shape.train_len;
     shape.lag_bias.heads = shape.heads;

@@ -45,6 +45,7 @@ struct ModelSettings {
     int64_t embed_dim = 96;
     int64_t heads = 4;
     int64_t mlp_ratio = 2;
+    bool exact_skipping = true;
     // Options of the position modules under the study's names: for named methods, and where a composed form does not
     // give its own.
     OptionValue max_order, rope_base, init_affine_slope, gate_init;
@@ -56,6 +57,7 @@ struct TrainSettings {
     int64_t context = 1024;
     int64_t batch = 32;
     int64_t accumulate = 1;
+    bool recompute = false;
     int64_t steps = 300;
     double lr = 0.003;
     std::string schedule = "constant";
@@ -110,7 +112,8 @@ struct ModelShape {
     int64_t head_dim = 0;   // D = C / H
     int64_t mlp_dim = 0;    // mlp_ratio * C
     int64_t train_len = 0;  // L
-    std::string position;   // the method's name, or what it is composed of
+    bool exact_skipping = true;
+    std::string position;  // the method's name, or what it is composed of
     RotarySpec rotary;
     LagBiasSpec lag_bias;
 };

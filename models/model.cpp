@@ -13,6 +13,12 @@ namespace jetlag {
 // stream and are never needed twice.
 static constexpr int64_t kHeadRows = 2048;
 
+// Rows of a chunk of the forward pass, for each thread: what a row needs between two attentions, nine times C floats,
+// then stays in the second-level cache. Backward cuts its sums over rows into chunks of its own, whose number must not
+// depend on the threads.
+static constexpr int64_t kForwardRows = 1024;
+static constexpr int64_t kBackwardRows = 8192;
+
 // ---------------------------------------------------------------------------------------------------------------
 // Parameters
 
@@ -183,22 +189,23 @@ std::vector<std::pair<std::string, double>> lag_bias_summary(const Model& model)
 // Activations
 
 static int64_t workspace_floats(const ModelShape& s, int64_t B, int64_t T, Mode mode) {
-    const int64_t N = B * T, C = s.embed_dim;
-    int64_t most = attention_workspace_floats(B, T, s.heads, s.head_dim);
-    if (mode == Mode::training)
-        most = std::max({most, layernorm_workspace_floats(N, C), linear_workspace_floats(N, C, 3 * C),
-                         linear_workspace_floats(N, C, C), linear_workspace_floats(N, C, s.mlp_dim),
-                         linear_workspace_floats(N, s.mlp_dim, C),
-                         linear_workspace_floats(std::min(N, kHeadRows), C, s.vocab)});
-    return most;
+    const int64_t N = B * T, C = s.embed_dim, rows = std::min(N, kBackwardRows);
+    if (mode == Mode::inference) return attention_workspace_floats(B, T, s.heads, s.head_dim, true);
+    return std::max({attention_workspace_floats(B, T, s.heads, s.head_dim), layernorm_workspace_floats(N, C),
+                     layernorm_workspace_floats(rows, C), linear_workspace_floats(N, C, 3 * C),
+                     linear_workspace_floats(N, C, C), linear_workspace_floats(rows, C, s.mlp_dim),
+                     linear_workspace_floats(rows, s.mlp_dim, C),
+                     linear_workspace_floats(std::min(N, kHeadRows), C, s.vocab)});
 }
 
 // Hands out the arrays of `acts` from memory that starts at `base`, and returns how many floats they take; with
 // base == nullptr it only counts.
 static ActivationSizes place(Activations& acts, float* base, const ModelShape& s, int64_t B, int64_t T, Mode mode,
                              bool with_stats) {
-    const bool training = mode == Mode::training;
+    const bool backward = mode != Mode::inference, shared = mode != Mode::training;
     const int64_t N = B * T, C = s.embed_dim;
+    acts.chunk = std::min(N, kForwardRows * thread_count());
+    const int64_t kept = backward ? N : acts.chunk;  // rows of what only backward reads again
     int64_t used = 0;
     const auto take = [&](int64_t n) {
         float* at = base != nullptr ? base + used : nullptr;
@@ -208,28 +215,28 @@ static ActivationSizes place(Activations& acts, float* base, const ModelShape& s
     acts.residual.assign(static_cast<size_t>(s.layers + 1), nullptr);
     acts.blocks.assign(static_cast<size_t>(s.layers), {});
     for (size_t l = 0; l < acts.residual.size(); l++)
-        acts.residual[l] = l == 0 || training ? take(N * C) : acts.residual[0];
+        acts.residual[l] = l == 0 || backward ? take(N * C) : acts.residual[0];
     for (size_t l = 0; l < acts.blocks.size(); l++) {
         BlockActivations& block = acts.blocks[l];
-        if (l > 0 && !training) {
+        if (l > 0 && shared) {
             block = acts.blocks[0];
             continue;
         }
-        block.norm1 = take(N * C);
+        block.norm1 = take(kept * C);
         block.norm1_mean = take(N);
         block.norm1_rstd = take(N);
         block.qkv = take(N * 3 * C);
         block.attention = take(N * C);
         block.lse = take(N * s.heads);
-        block.middle = training ? take(N * C) : acts.residual[0];
-        block.norm2 = training ? take(N * C) : block.norm1;
+        block.middle = backward ? take(N * C) : acts.residual[0];
+        block.norm2 = backward ? take(N * C) : block.norm1;
         block.norm2_mean = take(N);
         block.norm2_rstd = take(N);
-        block.hidden = take(N * s.mlp_dim);
-        block.gelu = training ? take(N * s.mlp_dim) : block.hidden;
+        block.hidden = take(kept * s.mlp_dim);
+        block.gelu = backward ? take(N * s.mlp_dim) : block.hidden;
     }
-    acts.projection = take(N * C);
-    acts.norm = take(N * C);
+    acts.projection = take(acts.chunk * C);
+    acts.norm = take(std::min(N, kHeadRows) * C);
     acts.norm_mean = take(N);
     acts.norm_rstd = take(N);
     acts.logits = take(std::min(N, kHeadRows) * s.vocab);
@@ -238,18 +245,18 @@ static ActivationSizes place(Activations& acts, float* base, const ModelShape& s
         acts.entropy = take(N * s.heads);
         acts.mean_lag = take(N * s.heads);
     }
-    if (training) {
+    if (backward) {
         acts.dresidual = take(N * C);
         acts.dnorm = take(N * C);
-        acts.dhidden = take(N * s.mlp_dim);
+        acts.dhidden = take(std::min(N, kBackwardRows) * s.mlp_dim);
         acts.dqkv = take(N * 3 * C);
     }
     ActivationSizes sizes;
     sizes.activation_floats = used;
     if (s.lag_bias.module != nullptr) {
         for (size_t l = 0; l < acts.blocks.size(); l++)
-            acts.blocks[l].lag_bias = l == 0 || training ? take(s.heads * T) : acts.blocks[0].lag_bias;
-        if (training) acts.dlag_bias = take(s.heads * T);
+            acts.blocks[l].lag_bias = l == 0 || !shared ? take(s.heads * T) : acts.blocks[0].lag_bias;
+        if (backward) acts.dlag_bias = take(s.heads * T);
     }
     sizes.table_floats = used - sizes.activation_floats;
     acts.workspace = take(workspace_floats(s, B, T, mode));
@@ -341,53 +348,76 @@ void lap(OpTimes* times, const char* op) {
 // ---------------------------------------------------------------------------------------------------------------
 // Forward and backward
 
+// One block; without `to_the_end`, what its backward pass reads.
+static void forward_block(const ModelShape& s, const BlockTensors& w, Activations& acts, size_t l, int64_t B, int64_t T,
+                          const AttentionRowStats* stats, bool to_the_end) {
+    const int64_t N = B * T, C = s.embed_dim, mlp = s.mlp_dim;
+    const BlockActivations& a = acts.blocks[l];
+    const float* in = acts.residual[l];
+    float* out = acts.residual[l + 1];
+    OpTimes* times = acts.op_times;
+    if (a.lag_bias != nullptr) lag_bias_table(a.lag_bias, s.lag_bias, w.lag_bias, T);
+    lap(times, "lag-bias table");
+    for (int64_t n = 0; n < N; n += acts.chunk) {
+        const int64_t rows = std::min(acts.chunk, N - n), kept = acts.mode == Mode::inference ? 0 : n;
+        float* norm1 = a.norm1 + kept * C;
+        layernorm_forward(norm1, a.norm1_mean + n, a.norm1_rstd + n, in + n * C, w.norm1_weight, w.norm1_bias, rows, C);
+        lap(times, "layernorm");
+        linear_forward(a.qkv + n * 3 * C, norm1, w.qkv_weight, w.qkv_bias, rows, C, 3 * C);
+        lap(times, "dense forward");
+    }
+    attention_forward(a.attention, a.lse, stats, a.qkv, acts.rotary, a.lag_bias, acts.workspace, B, T, s.heads,
+                      s.head_dim, s.exact_skipping ? &acts.skipping : nullptr);
+    lap(times, "attention forward");
+    for (int64_t n = 0; n < N; n += acts.chunk) {
+        const int64_t rows = std::min(acts.chunk, N - n), kept = acts.mode == Mode::inference ? 0 : n;
+        float *middle = a.middle + n * C, *norm2 = a.norm2 + kept * C;
+        float *hidden = a.hidden + kept * mlp, *gelu = a.gelu + kept * mlp;
+        linear_forward(acts.projection, a.attention + n * C, w.out_proj_weight, w.out_proj_bias, rows, C, C);
+        lap(times, "dense forward");
+        residual_forward(middle, in + n * C, acts.projection, rows * C);
+        lap(times, "residual");
+        layernorm_forward(norm2, a.norm2_mean + n, a.norm2_rstd + n, middle, w.norm2_weight, w.norm2_bias, rows, C);
+        lap(times, "layernorm");
+        linear_forward(hidden, norm2, w.mlp0_weight, w.mlp0_bias, rows, C, mlp);
+        lap(times, "dense forward");
+        gelu_forward(gelu, hidden, rows * mlp);
+        lap(times, "gelu");
+        if (!to_the_end) continue;
+        linear_forward(acts.projection, gelu, w.mlp2_weight, w.mlp2_bias, rows, mlp, C);
+        lap(times, "dense forward");
+        residual_forward(out + n * C, middle, acts.projection, rows * C);
+        lap(times, "residual");
+    }
+}
+
 // Everything up to the final LayerNorm.
 static void forward_blocks(const Model& model, Activations& acts, std::span<const int32_t> tokens,
                            std::span<const int32_t> targets, int64_t B, int64_t T) {
     const ModelShape& s = model.shape;
-    const int64_t N = B * T, C = s.embed_dim;
     const ModelTensors p = locate(model, model.parameters.data);
-    OpTimes* times = acts.op_times;
-    lap(times, "between batches");
+    lap(acts.op_times, "between batches");
     copy_to_device(acts.tokens.data, tokens.data(), tokens.size_bytes());
     copy_to_device(acts.targets.data, targets.data(), targets.size_bytes());
     update_rotary(s, acts, T);
-    lap(times, "batch and rotary table");
-
-    embedding_forward(acts.residual[0], p.embedding, acts.tokens.data, N, C);
-    lap(times, "embedding");
+    lap(acts.op_times, "batch and rotary table");
+    embedding_forward(acts.residual[0], p.embedding, acts.tokens.data, B * T, s.embed_dim);
+    lap(acts.op_times, "embedding");
+    const AttentionRowStats stats = {acts.entropy, acts.mean_lag};
     for (size_t l = 0; l < acts.blocks.size(); l++) {
-        const BlockTensors& w = p.blocks[l];
-        const BlockActivations& a = acts.blocks[l];
-        const bool last = l + 1 == acts.blocks.size();
-        if (a.lag_bias != nullptr) lag_bias_table(a.lag_bias, s.lag_bias, w.lag_bias, T);
-        lap(times, "lag-bias table");
-        layernorm_forward(a.norm1, a.norm1_mean, a.norm1_rstd, acts.residual[l], w.norm1_weight, w.norm1_bias, N, C);
-        lap(times, "layernorm");
-        linear_forward(a.qkv, a.norm1, w.qkv_weight, w.qkv_bias, N, C, 3 * C);
-        lap(times, "dense forward");
-        const AttentionRowStats stats = {acts.entropy, acts.mean_lag};
-        attention_forward(a.attention, a.lse, last && acts.entropy != nullptr ? &stats : nullptr, a.qkv, acts.rotary,
-                          a.lag_bias, acts.workspace, B, T, s.heads, s.head_dim);
-        lap(times, "attention forward");
-        linear_forward(acts.projection, a.attention, w.out_proj_weight, w.out_proj_bias, N, C, C);
-        lap(times, "dense forward");
-        residual_forward(a.middle, acts.residual[l], acts.projection, N * C);
-        lap(times, "residual");
-        layernorm_forward(a.norm2, a.norm2_mean, a.norm2_rstd, a.middle, w.norm2_weight, w.norm2_bias, N, C);
-        lap(times, "layernorm");
-        linear_forward(a.hidden, a.norm2, w.mlp0_weight, w.mlp0_bias, N, C, s.mlp_dim);
-        lap(times, "dense forward");
-        gelu_forward(a.gelu, a.hidden, N * s.mlp_dim);
-        lap(times, "gelu");
-        linear_forward(acts.projection, a.gelu, w.mlp2_weight, w.mlp2_bias, N, s.mlp_dim, C);
-        lap(times, "dense forward");
-        residual_forward(acts.residual[l + 1], a.middle, acts.projection, N * C);
-        lap(times, "residual");
+        const bool wants_stats = l + 1 == acts.blocks.size() && acts.entropy != nullptr;
+        forward_block(s, p.blocks[l], acts, l, B, T, wants_stats ? &stats : nullptr, true);
     }
-    layernorm_forward(acts.norm, acts.norm_mean, acts.norm_rstd, acts.residual.back(), p.norm_weight, p.norm_bias, N,
-                      C);
-    lap(times, "layernorm");
+}
+
+// The final LayerNorm and the logits of the rows first .. first + rows - 1, into acts.norm and acts.logits.
+static void forward_head(const ModelShape& s, const ModelTensors& p, Activations& acts, int64_t first, int64_t rows) {
+    const int64_t C = s.embed_dim;
+    layernorm_forward(acts.norm, acts.norm_mean + first, acts.norm_rstd + first, acts.residual.back() + first * C,
+                      p.norm_weight, p.norm_bias, rows, C);
+    lap(acts.op_times, "layernorm");
+    linear_forward(acts.logits, acts.norm, p.head_weight, p.head_bias, rows, C, s.vocab);
+    lap(acts.op_times, "dense forward");
 }
 
 static double mean_of(std::span<const float> values) {
@@ -399,20 +429,23 @@ static double mean_of(std::span<const float> values) {
 BatchResult evaluate_batch(const Model& model, Activations& acts, std::span<const int32_t> tokens,
                            std::span<const int32_t> targets, int64_t B, int64_t T, int64_t scored) {
     const ModelShape& s = model.shape;
-    const int64_t C = s.embed_dim, V = s.vocab;
+    const int64_t V = s.vocab;
     const ModelTensors p = locate(model, model.parameters.data);
     OpTimes* times = acts.op_times;
+    const AttentionSkipping before = acts.skipping;
     forward_blocks(model, acts, tokens, targets, B, T);
 
     BatchResult result;
     result.losses.resize(static_cast<size_t>(B * T));
+    if (acts.skipping.tiles > before.tiles)
+        result.skipped = static_cast<double>(acts.skipping.skipped - before.skipped) /
+                         static_cast<double>(acts.skipping.tiles - before.tiles);
     Moments logits;
     double loss_sum = 0;
     for (int64_t b = 0; b < B; b++)
         for (int64_t begin = 0; begin < T; begin += kHeadRows) {
             const int64_t first = b * T + begin, rows = std::min(kHeadRows, T - begin);
-            linear_forward(acts.logits, acts.norm + first * C, p.head_weight, p.head_bias, rows, C, V);
-            lap(times, "dense forward");
+            forward_head(s, p, acts, first, rows);
             cross_entropy(acts.losses + first, nullptr, acts.logits, acts.targets.data + first, 1.0f, rows, V);
             lap(times, "cross-entropy");
             const int64_t unscored = std::clamp<int64_t>(T - scored - begin, 0, rows);
@@ -447,7 +480,7 @@ double train_batch(const Model& model, Activations& acts, DeviceArray<float>& gr
                    std::span<const int32_t> tokens, std::span<const int32_t> targets, int64_t B, int64_t T,
                    double loss_scale) {
     const ModelShape& s = model.shape;
-    const int64_t N = B * T, C = s.embed_dim, V = s.vocab;
+    const int64_t N = B * T, C = s.embed_dim, V = s.vocab, mlp = s.mlp_dim;
     const ModelTensors p = locate(model, model.parameters.data);
     const ModelTensors g = locate(model, gradients.data);
     float* workspace = acts.workspace;
@@ -458,13 +491,11 @@ double train_batch(const Model& model, Activations& acts, DeviceArray<float>& gr
     const float dloss = static_cast<float>(loss_scale / static_cast<double>(N));
     for (int64_t begin = 0; begin < N; begin += kHeadRows) {
         const int64_t rows = std::min(kHeadRows, N - begin);
-        const float* norm = acts.norm + begin * C;
-        linear_forward(acts.logits, norm, p.head_weight, p.head_bias, rows, C, V);
-        lap(times, "dense forward");
+        forward_head(s, p, acts, begin, rows);
         cross_entropy(acts.losses + begin, acts.logits, acts.logits, acts.targets.data + begin, dloss, rows, V);
         lap(times, "cross-entropy");
-        linear_backward(acts.dnorm + begin * C, g.head_weight, g.head_bias, acts.logits, norm, p.head_weight, workspace,
-                        rows, C, V);
+        linear_backward(acts.dnorm + begin * C, g.head_weight, g.head_bias, acts.logits, acts.norm, p.head_weight,
+                        workspace, rows, C, V);
         lap(times, "dense backward");
     }
     std::vector<float> losses(static_cast<size_t>(N));
@@ -478,23 +509,30 @@ double train_batch(const Model& model, Activations& acts, DeviceArray<float>& gr
         const BlockTensors& w = p.blocks[l];
         const BlockTensors& dw = g.blocks[l];
         const BlockActivations& a = acts.blocks[l];
-        linear_backward(acts.dhidden, dw.mlp2_weight, dw.mlp2_bias, acts.dresidual, a.gelu, w.mlp2_weight, workspace, N,
-                        s.mlp_dim, C);
-        lap(times, "dense backward");
-        gelu_backward(acts.dhidden, acts.dhidden, a.hidden, N * s.mlp_dim);
-        lap(times, "gelu");
-        linear_backward(acts.dnorm, dw.mlp0_weight, dw.mlp0_bias, acts.dhidden, a.norm2, w.mlp0_weight, workspace, N, C,
-                        s.mlp_dim);
-        lap(times, "dense backward");
-        layernorm_backward(acts.dresidual, dw.norm2_weight, dw.norm2_bias, acts.dnorm, a.middle, w.norm2_weight,
-                           a.norm2_mean, a.norm2_rstd, workspace, N, C);
-        lap(times, "layernorm");
+        // The last block's activations are still there.
+        if (acts.mode == Mode::recomputing && l + 1 < acts.blocks.size())
+            forward_block(s, w, acts, l, B, T, nullptr, false);
+        for (int64_t n = 0; n < N; n += kBackwardRows) {
+            const int64_t rows = std::min(kBackwardRows, N - n);
+            float *dresidual = acts.dresidual + n * C, *dnorm = acts.dnorm + n * C;
+            linear_backward(acts.dhidden, dw.mlp2_weight, dw.mlp2_bias, dresidual, a.gelu + n * mlp, w.mlp2_weight,
+                            workspace, rows, mlp, C);
+            lap(times, "dense backward");
+            gelu_backward(acts.dhidden, acts.dhidden, a.hidden + n * mlp, rows * mlp);
+            lap(times, "gelu");
+            linear_backward(dnorm, dw.mlp0_weight, dw.mlp0_bias, acts.dhidden, a.norm2 + n * C, w.mlp0_weight,
+                            workspace, rows, C, mlp);
+            lap(times, "dense backward");
+            layernorm_backward(dresidual, dw.norm2_weight, dw.norm2_bias, dnorm, a.middle + n * C, w.norm2_weight,
+                               a.norm2_mean + n, a.norm2_rstd + n, workspace, rows, C);
+            lap(times, "layernorm");
+        }
         // dnorm now holds the gradient of the attention output.
         linear_backward(acts.dnorm, dw.out_proj_weight, dw.out_proj_bias, acts.dresidual, a.attention,
                         w.out_proj_weight, workspace, N, C, C);
         lap(times, "dense backward");
         attention_backward(acts.dqkv, acts.dlag_bias, acts.dnorm, a.qkv, a.attention, a.lse, acts.rotary, a.lag_bias,
-                           workspace, B, T, s.heads, s.head_dim);
+                           workspace, B, T, s.heads, s.head_dim, s.exact_skipping ? &acts.skipping : nullptr);
         lap(times, "attention backward");
         if (a.lag_bias != nullptr) lag_bias_table_backward(dw.lag_bias, acts.dlag_bias, s.lag_bias, w.lag_bias, T);
         lap(times, "lag-bias table");
@@ -521,6 +559,11 @@ std::string first_nonfinite_tensor(const Model& model, const Activations& acts, 
     for (size_t l = 0; l < acts.blocks.size(); l++) {
         const std::string block = "activation blocks." + std::to_string(l);
         const BlockActivations& a = acts.blocks[l];
+        // What the blocks share holds the last one's.
+        if (acts.mode != Mode::training) {
+            if (bad(acts.residual[l + 1], N * C)) return block;
+            continue;
+        }
         if (bad(a.norm1, N * C)) return block + ".norm1";
         if (bad(a.qkv, N * 3 * C)) return block + ".attn.qkv";
         if (bad(a.lag_bias, s.heads * T)) return block + ".attn lag-bias table";
@@ -531,7 +574,7 @@ std::string first_nonfinite_tensor(const Model& model, const Activations& acts, 
         if (bad(a.gelu, N * s.mlp_dim)) return block + ".mlp.1";
         if (bad(acts.residual[l + 1], N * C)) return block + ".mlp.2";
     }
-    if (bad(acts.norm, N * C)) return "activation norm";
+    if (bad(acts.norm, std::min(N, kHeadRows) * C)) return "activation norm";
     if (bad(acts.losses, N)) return "activation head";
     // Backward runs from the head to the embedding.
     if (gradients != nullptr)

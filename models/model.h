@@ -47,22 +47,27 @@ void initialize_model(Model& model, TorchGenerator& generator);
 // Named figures of the lag biases (gates, slopes, order masses), averaged over heads, then layers.
 std::vector<std::pair<std::string, double>> lag_bias_summary(const Model& model);
 
-enum class Mode { inference, training };
+// In training every block keeps what backward needs. Recomputing keeps only the residual stream before each block, and
+// runs a block forward once more before its backward: the same numbers, bit for bit, in less memory.
+enum class Mode { inference, training, recomputing };
 
-// What one block keeps. In training every block has its own; in inference all share one.
+// Between two attentions, the forward pass takes a chunk of rows through all ops before the next chunk, so that what
+// one op writes is still in cache when the next reads it. A buffer that is not read again holds one chunk.
+
+// What one block keeps. In training every block has its own; otherwise all share one.
 struct BlockActivations {
-    float* norm1 = nullptr;       // (N, C)
+    float* norm1 = nullptr;       // (N, C); inference: (chunk, C)
     float* norm1_mean = nullptr;  // (N)
     float* norm1_rstd = nullptr;  // (N)
     float* qkv = nullptr;         // (N, 3, H, D)
     float* attention = nullptr;   // (N, C)
     float* lse = nullptr;         // (B, H, T)
     float* middle = nullptr;      // (N, C): the residual stream after attention
-    float* norm2 = nullptr;       // (N, C)
+    float* norm2 = nullptr;       // (N, C); inference: norm1
     float* norm2_mean = nullptr;  // (N)
     float* norm2_rstd = nullptr;  // (N)
-    float* hidden = nullptr;      // (N, mlp_dim), before GELU
-    float* gelu = nullptr;        // (N, mlp_dim); hidden itself in inference
+    float* hidden = nullptr;      // (N, mlp_dim), before GELU; inference: (chunk, mlp_dim)
+    float* gelu = nullptr;        // (N, mlp_dim); inference: hidden
     float* lag_bias = nullptr;    // (H, T)
 };
 
@@ -78,11 +83,12 @@ void lap(OpTimes* times, const char* op);
 struct Activations {
     Mode mode = Mode::inference;
     int64_t B = 0, T = 0;
+    int64_t chunk = 0;             // rows of a chunk of the forward pass; results do not depend on it
     DeviceArray<float> memory;     // what the pointers below and the blocks' point into
     std::vector<float*> residual;  // (N, C) before each block and after the last; inference: all one
     std::vector<BlockActivations> blocks;
-    float* projection = nullptr;  // (N, C): output of out_proj or mlp.2
-    float* norm = nullptr;        // (N, C): the final LayerNorm
+    float* projection = nullptr;  // (chunk, C): output of out_proj or mlp.2
+    float* norm = nullptr;        // (kHeadRows, C): the final LayerNorm, a chunk of rows at a time
     float* norm_mean = nullptr;   // (N)
     float* norm_rstd = nullptr;   // (N)
     float* logits = nullptr;      // (kHeadRows, V): a chunk of rows at a time
@@ -91,7 +97,7 @@ struct Activations {
     float* mean_lag = nullptr;    // (B, H, T), inference with statistics
     float* dresidual = nullptr;   // (N, C), training, as the next ones
     float* dnorm = nullptr;       // (N, C)
-    float* dhidden = nullptr;     // (N, mlp_dim)
+    float* dhidden = nullptr;     // (kBackwardRows, mlp_dim)
     float* dqkv = nullptr;        // (N, 3, H, D)
     float* dlag_bias = nullptr;   // (H, T)
     float* workspace = nullptr;
@@ -100,6 +106,7 @@ struct Activations {
     RotaryTable rotary;
     int64_t rotary_T = 0;         // the length that the rotary table is made for; 0: none yet
     OpTimes* op_times = nullptr;  // if not nullptr, each op's time is added there
+    AttentionSkipping skipping;   // of all attention calls, forward and backward, added up
 };
 
 struct ActivationSizes {
@@ -129,6 +136,7 @@ struct BatchResult {
     std::optional<double> entropy;            // in nats
     std::optional<double> effective_support;  // mean of exp(entropy), in tokens
     std::optional<double> mean_lag;           // in tokens
+    double skipped = 0;                       // share of attention's tiles that were skipped, over all blocks
 };
 
 // tokens, targets: (B, T). Scores the last `scored` targets of each sequence (T: all of them).

@@ -115,7 +115,7 @@ struct Outputs {
     Floats out, lse, entropy, mean_lag, dqkv, dlag_bias;
 };
 
-Outputs run(const Inputs& in, bool with_stats = true) {
+Outputs run(const Inputs& in, bool with_stats = true, AttentionSkipping* skipping = nullptr) {
     const auto& [B, T, H, D] = std::tie(in.p.B, in.p.T, in.p.H, in.p.D);
     const FloatBuffer qkv(in.qkv), dout(in.dout), bias(in.bias);
     const FloatBuffer query_cos(in.rotary.query_cos), query_sin(in.rotary.query_sin), key_cos(in.rotary.key_cos);
@@ -131,11 +131,11 @@ Outputs run(const Inputs& in, bool with_stats = true) {
     const FloatBuffer workspace(attention_workspace_floats(B, T, H, D));
     const AttentionRowStats stats = {entropy.data(), mean_lag.data()};
     attention_forward(out.data(), lse.data(), with_stats ? &stats : nullptr, qkv.data(), table, lag_bias,
-                      workspace.data(), B, T, H, D);
+                      workspace.data(), B, T, H, D, skipping);
     const FloatBuffer dqkv(B * T * 3 * H * D), dlag_bias(in.bias.empty() ? 0 : H * T);
     const FloatBuffer other_workspace(attention_workspace_floats(B, T, H, D));
     attention_backward(dqkv.data(), lag_bias != nullptr ? dlag_bias.data() : nullptr, dout.data(), qkv.data(),
-                       out.data(), lse.data(), table, lag_bias, other_workspace.data(), B, T, H, D);
+                       out.data(), lse.data(), table, lag_bias, other_workspace.data(), B, T, H, D, skipping);
     workspace.read();
     other_workspace.read();
     EXPECT_TRUE(same_bits(qkv.read(), in.qkv));
@@ -169,8 +169,9 @@ void expect_matches_reference(const Problem& problem) {
     const double value_size = norm(part_of(in.qkv, p, 2)) / std::sqrt(static_cast<double>(p.B * p.T * p.H));
     const double noise = 4 * kRounding * norm(in.dout) * value_size * std::sqrt(sharpness) * p.query_size;
 
-    for_each_simd_target([&] {
-        const Outputs found = run(in);
+    const auto check = [&](AttentionSkipping* skipping) {
+        SCOPED_TRACE(skipping != nullptr ? "with skipping" : "every tile");
+        const Outputs found = run(in, true, skipping);
         if (norm(want.out) > 0) {
             EXPECT_LE(relative_error(found.out, want.out), p.tolerance);
         }
@@ -207,6 +208,11 @@ void expect_matches_reference(const Problem& problem) {
                         EXPECT_EQ(found.dqkv[(((b * p.T + t) * 3) * p.H + h) * p.D + c], 0.0f);
                     }
                 }
+    };
+    for_each_simd_target([&] {
+        check(nullptr);
+        AttentionSkipping skipping;
+        check(&skipping);
     });
 }
 
@@ -451,6 +457,113 @@ TEST(Attention, LengthsWhoseSquareLeaves32Bits) {
     EXPECT_LE(relative_error(found_dk, want_dk), 1e-5);
     EXPECT_LE(relative_error(found_dv, want_dv), 1e-5);
     EXPECT_LE(relative_error(found_dlag, want_dlag), 1e-5);
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Exact skipping
+
+// Runs with and without skipping on every target; returns the share skipped, the same for all of them but for the size
+// of their tiles. What is left out may change results by a rounding of the largest ones.
+double expect_same_with_skipping(const Inputs& in) {
+    double least = 1;
+    for_each_simd_target([&] {
+        AttentionSkipping skipping;
+        const Outputs every = run(in), found = run(in, true, &skipping);
+        const Floats *wants[] = {&every.out, &every.lse, &every.dqkv, &every.dlag_bias},
+                     *founds[] = {&found.out, &found.lse, &found.dqkv, &found.dlag_bias};
+        for (int i = 0; i < 4; i++)
+            EXPECT_LE(distance(*founds[i], to_doubles(*wants[i])), 1e-6 * norm(*wants[i])) << "result " << i;
+        for (size_t i = 0; i < every.lse.size(); i++) {
+            EXPECT_NEAR(found.lse[i], every.lse[i], 2e-6 * std::max(1.0f, std::fabs(every.lse[i])));
+            EXPECT_NEAR(found.entropy[i], every.entropy[i], 2e-5);
+            EXPECT_NEAR(found.mean_lag[i], every.mean_lag[i], 1e-5 * std::max(1.0f, every.mean_lag[i]));
+        }
+        EXPECT_GT(skipping.tiles, 0);
+        EXPECT_LE(skipping.skipped, skipping.tiles);
+        least = std::min(least, static_cast<double>(skipping.skipped) / static_cast<double>(skipping.tiles));
+    });
+    return least;
+}
+
+TEST(AttentionSkipping, LeavesOutWhatCannotCount) {
+    Inputs in = make_inputs({.B = 2, .T = 1500, .H = 2, .D = 8, .bias = Bias::slope});
+    EXPECT_GT(expect_same_with_skipping(in), 0.8);
+    in = make_inputs({.B = 1, .T = 1100, .H = 2, .D = 24, .bias = Bias::window, .rotary = reference::Rotary::kRope});
+    EXPECT_GT(expect_same_with_skipping(in), 0.7);
+    // Two thirds of the lags are worth nothing, the oldest are worth as much as the newest.
+    in = make_inputs({.B = 1, .T = 1200, .H = 2, .D = 8, .bias = Bias::random});
+    for (int64_t h = 0; h < 2; h++)
+        for (int64_t d = 200; d < 1000; d++) in.bias[h * 1200 + d] -= 100;
+    const double share = expect_same_with_skipping(in);
+    EXPECT_GT(share, 0.4);
+    EXPECT_LT(share, 0.8);
+}
+
+TEST(AttentionSkipping, LeavesOutNothingThatMayCount) {
+    // The bias falls by less than the scores may rise.
+    Inputs in = make_inputs({.B = 1, .T = 600, .H = 1, .D = 8, .bias = Bias::slope, .query_size = 1});
+    for (int64_t d = 0; d < 600; d++) in.bias[d] = -0.05f * static_cast<float>(d);
+    for (int64_t n = 0; n < 600; n++)
+        for (int64_t c = 0; c < 8; c++) in.qkv[n * 24 + c] *= 20;
+    EXPECT_EQ(expect_same_with_skipping(in), 0.0);
+    in = make_inputs({.B = 1, .T = 600, .H = 1, .D = 8, .bias = Bias::random});
+    EXPECT_EQ(expect_same_with_skipping(in), 0.0);
+    in = make_inputs({.B = 1, .T = 600, .H = 1, .D = 8, .bias = Bias::all_masked});
+    AttentionSkipping skipping;
+    EXPECT_EQ(norm(run(in, true, &skipping).out), 0.0);
+}
+
+// Old values that are a million times as large count for more than their weight.
+TEST(AttentionSkipping, LargeOldValues) {
+    for (const float size : {1e3f, 1e6f, 1e12f}) {
+        SCOPED_TRACE(size);
+        Inputs in = make_inputs({.B = 1, .T = 800, .H = 1, .D = 8, .bias = Bias::slope});
+        for (int64_t d = 0; d < 800; d++) in.bias[d] = -0.06f * static_cast<float>(d);
+        for (int64_t n = 0; n < 200; n++)
+            for (int64_t c = 16; c < 24; c++) in.qkv[n * 24 + c] *= size;
+        const Doubles qkv = to_doubles(in.qkv), bias = to_doubles(in.bias);
+        const reference::AttentionLayer want =
+            reference::attention_layer_forward(qkv, in.rotary.reference, bias, 1, 800, 1, 8);
+        for_each_simd_target([&] {
+            AttentionSkipping skipping;
+            const Outputs found = run(in, false, &skipping);
+            for (int64_t t = 0; t < 800; t++) {
+                const Floats row(found.out.begin() + t * 8, found.out.begin() + (t + 1) * 8);
+                const Doubles want_row(want.out.begin() + t * 8, want.out.begin() + (t + 1) * 8);
+                EXPECT_LE(distance(row, want_row), 2e-5 * norm(want_row)) << "row " << t;
+            }
+        });
+    }
+}
+
+// A NaN or an infinity far back shows in every later row, as it does without skipping.
+TEST(AttentionSkipping, HidesNoNan) {
+    for (const Bias bias : {Bias::slope, Bias::window})
+        for (const int64_t part : {1, 2})
+            for (const float bad : {kNan, kInfinity}) {
+                Inputs in = make_inputs({.B = 1, .T = 700, .H = 1, .D = 8, .bias = bias});
+                in.qkv[3 * 24 + part * 8 + 5] = bad;
+                for_each_simd_target([&] {
+                    AttentionSkipping skipping;
+                    const Outputs every = run(in, false), found = run(in, false, &skipping);
+                    for (size_t i = 0; i < every.out.size(); i++)
+                        EXPECT_EQ(std::isfinite(found.out[i]), std::isfinite(every.out[i])) << i;
+                });
+            }
+}
+
+TEST(AttentionSkipping, EveryThreadCount) {
+    for (const int64_t T : {300, 5000}) {
+        const Inputs in = make_inputs({.B = 1, .T = T, .H = 2, .D = 24, .bias = Bias::slope});
+        std::vector<int64_t> counts;
+        expect_same_for_every_thread_count([&]() -> std::vector<Floats> {
+            AttentionSkipping skipping;
+            const Outputs found = run(in, true, &skipping);
+            counts.push_back(skipping.skipped);
+            return {found.out, found.lse, found.entropy, found.mean_lag, found.dqkv, found.dlag_bias};
+        });
+        for (const int64_t count : counts) EXPECT_EQ(count, counts[0]);
+    }
 }
 
 }  // namespace

@@ -85,7 +85,7 @@ int64_t saved_step(const std::filesystem::path& folder) {
 static bool may_change(const std::string& key, const Config& config) {
     if (key == "train.steps") return config.train.schedule == "constant";
     for (const char* free : {"data.corpus", "train.log_every", "train.eval_every", "train.eval_batches",
-                             "train.save_every", "train.initial_eval_batches"})
+                             "train.save_every", "train.initial_eval_batches", "train.recompute"})
         if (key == free) return true;
     return key.starts_with("eval.");
 }

@@ -91,11 +91,15 @@ std::string mebibytes(int64_t floats) {
     return fmt::format("{:.1f} MiB", static_cast<double>(floats) * 4 / 1048576);
 }
 
+Mode training_mode(const Config& config) {
+    return config.train.recompute ? Mode::recomputing : Mode::training;
+}
+
 void print_setup(const Config& config, const Model& model, const TokenStream& corpus, const CorpusParts& parts,
                  const std::filesystem::path& folder, double peak) {
     const ModelShape& s = model.shape;
     const int64_t B = config.train.batch / config.train.accumulate, n = model.parameters.size;
-    const ActivationSizes sizes = activation_sizes(s, B, config.train.context, Mode::training, false);
+    const ActivationSizes sizes = activation_sizes(s, B, config.train.context, training_mode(config), false);
     const ActivationSizes held_out = activation_sizes(s, B, config.train.context, Mode::inference, false);
     fmt::print("run folder   {}\n", folder.string());
     fmt::print("model        position {}, {} layers, C {}, H {}, D {}, {} parameters\n", s.position, s.layers,
@@ -152,7 +156,7 @@ int train(const Config& config, const std::vector<Setting>& settings, const std:
     state.m = DeviceArray<float>(model.parameters.size);
     state.v = DeviceArray<float>(model.parameters.size);
     initialize_model(model, state.generator);
-    Activations acts = make_activations(model.shape, B, T, Mode::training, false);
+    Activations acts = make_activations(model.shape, B, T, training_mode(config), false);
     Activations eval_acts = make_activations(model.shape, B, T, Mode::inference, false);
     DeviceArray<float> gradients(model.parameters.size);
 

@@ -66,15 +66,16 @@ struct LagTable {
     bool skips;               // whether tiles may be skipped
 };
 
-// Upper bounds for the keys of one tile: Euclidean norms; +infinity where a key or value is not finite.
+// Upper bounds for the keys of one tile: Euclidean norms, of values their logarithm; +infinity where a key or a value
+// is not finite.
 struct KeyBound {
-    float key, value;                // of this tile
-    float key_before, value_before;  // of this and all tiles of older keys
+    float key, log_value;                // of this tile
+    float key_before, log_value_before;  // of this and all tiles of older keys
 };
-// The same for the rows of a tile, backward.
+// The same for the rows of a tile, backward. lse is the smallest.
 struct RowBound {
-    float dout;                                // of this tile
-    float query_after, lse_after, dout_after;  // of this and all tiles of later rows; lse: the smallest
+    float query, lse, log_dout;                    // of this tile
+    float query_after, lse_after, log_dout_after;  // of this and all tiles of later rows
 };
 
 // One head of one sequence, packed: rotated, contiguous, padded with zeros.
@@ -83,7 +84,7 @@ struct PackedHead {
     LagTable lags;
     float* query_norm;    // (padded T), of q / sqrt(D)
     KeyBound* key_bound;  // (tiles of keys)
-    float quietest_value;
+    float log_quietest_value;
     float margin;  // ln(2^24 T), or more
     // Forward:
     float* query_panels;  // (tiles, D, lanes): q / sqrt(D)
@@ -99,7 +100,7 @@ struct PackedHead {
     float* delta;         // (padded T): sum_d dout out
     float* dout_norm;     // (padded T)
     RowBound* row_bound;  // (tiles of rows)
-    float quietest_dout;
+    float log_quietest_dout;
 };
 
 // Where the rows of a head are in the arrays of the op, with their strides.
@@ -210,6 +211,12 @@ HWY_INLINE float larger_bound(float a, float b) {
     return b <= a ? a : b == b ? b : std::numeric_limits<float>::infinity();
 }
 
+// A key that is not finite must show even where its bias is -infinity, which only its value can prevent.
+HWY_INLINE KeyBound key_bound(float key, float value) {
+    const float infinity = std::numeric_limits<float>::infinity();
+    return {key, key < infinity ? std::log(value) : infinity, 0, 0};
+}
+
 // Packs the tokens [begin, end) of a head for the forward pass; begin and end are bounds of tiles of rows and of keys,
 // or T.
 void pack_forward(const PackedHead& head, const HeadSource& source, int64_t begin, int64_t end) {
@@ -237,12 +244,12 @@ void pack_forward(const PackedHead& head, const HeadSource& source, int64_t begi
     }
     if (!head.lags.skips) return;
     for (int64_t j0 = begin; j0 < end; j0 += kTile) {
-        KeyBound bound = {0, 0, 0, 0};
+        float key = 0, value = 0;
         for (int64_t j = j0; j < std::min(end, j0 + kTile); j++) {
-            bound.key = larger_bound(bound.key, norm_of(head.key + j * D, D));
-            bound.value = larger_bound(bound.value, norm_of(head.value + j * D, D));
+            key = larger_bound(key, norm_of(head.key + j * D, D));
+            value = larger_bound(value, norm_of(head.value + j * D, D));
         }
-        head.key_bound[j0 / kTile] = bound;
+        head.key_bound[j0 / kTile] = key_bound(key, value);
     }
 }
 
@@ -279,12 +286,12 @@ void pack_backward(const PackedHead& head, const HeadSource& source, int64_t beg
                              D, 1.0f);
         transpose_into_panel(head.value_panels + t0 * D, lanes, source.value + t0 * 3 * C, 3 * C, count, D, 1.0f);
         if (!head.lags.skips) continue;
-        KeyBound bound = {0, 0, 0, 0};
+        float key = 0, value = 0;
         for (int64_t j = t0; j < t0 + count; j++) {
-            bound.key = larger_bound(bound.key, norm_of(head.key_rows + j * head.padded_D, D));
-            bound.value = larger_bound(bound.value, norm_of(source.value + j * 3 * C, D));
+            key = larger_bound(key, norm_of(head.key_rows + j * head.padded_D, D));
+            value = larger_bound(value, norm_of(source.value + j * 3 * C, D));
         }
-        head.key_bound[t0 / lanes] = bound;
+        head.key_bound[t0 / lanes] = key_bound(key, value);
     }
 }
 
@@ -311,20 +318,13 @@ HWY_INLINE float largest_bias(const LagTable& lags, int64_t first, int64_t last,
     return largest;
 }
 
-// max over the rows of a tile of |q| key - reference.
-HWY_INLINE float largest_reach(const float* query_norm, const float* reference, int64_t rows, float key) {
-    float largest = -std::numeric_limits<float>::infinity();
-    for (int64_t r = 0; r < rows; r++) largest = std::max(largest, query_norm[r] * key - reference[r]);
-    return largest;
-}
-
-// Whether weights of at most e^(reach + bias) on values of at most `value`, and in backward on rows of gradients of at
-// most `dout`, can be left out. A bound that is not a number, or not finite, says no.
-HWY_INLINE bool is_negligible(float reach, float bias, float ratio, float margin) {
-    if (bias == -std::numeric_limits<float>::infinity()) return ratio < std::numeric_limits<float>::infinity();
+// Whether weights of at most e^(reach + bias) on values of at most e^log_ratio times the smallest can be left out. A
+// bound that is not a number, or not finite, says no.
+HWY_INLINE bool is_negligible(float reach, float bias, float log_ratio, float margin) {
+    const float infinity = std::numeric_limits<float>::infinity();
+    if (bias == -infinity) return log_ratio < infinity;
     // The bounds are rounded: 1e-5 of them is more than their error.
-    const float bound = reach + bias + 1e-5f * (std::fabs(reach) + std::fabs(bias));
-    return bound + std::log(ratio) < -margin;
+    return reach + bias + 1e-5f * (std::fabs(reach) + std::fabs(bias)) + log_ratio < -margin;
 }
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -346,7 +346,6 @@ int64_t forward_rows(const PackedHead& head, int64_t tile, const ForwardRows& re
 
     HWY_ALIGN float scores[kTile * kMaxLanes];
     HWY_ALIGN float out[kMaxHeadDim * kMaxLanes];
-    HWY_ALIGN float reference_row[kMaxLanes];
     std::fill(out, out + D * rows, 0.0f);
     Vec largest[kTileVectors], sum[kTileVectors], sum_es[kTileVectors], sum_ed[kTileVectors];
     for (int v = 0; v < kTileVectors; v++) {
@@ -363,17 +362,21 @@ int64_t forward_rows(const PackedHead& head, int64_t tile, const ForwardRows& re
         if (head.lags.skips && key_tile < newest) {
             const KeyBound& bound = head.key_bound[key_tile];
             const int64_t first_lag = std::max<int64_t>(0, i0 - (j0 + keys - 1));
-            for (int v = 0; v < kTileVectors; v++) hn::Store(largest[v], d, reference_row + v * N);
-            const float* norms = head.query_norm + i0;
-            if (is_negligible(largest_reach(norms, reference_row, row_count, bound.key_before),
-                              head.lags.from_block[first_lag / kLagBlock], bound.value_before / head.quietest_value,
-                              margin)) {
-                skipped += key_tile + 1;
-                break;
-            }
-            if (is_negligible(largest_reach(norms, reference_row, row_count, bound.key),
-                              largest_bias(head.lags, first_lag, key_end - 1 - j0, head.T),
-                              bound.value / head.quietest_value, margin)) {
+            const auto largest_reach = [&](float key) {
+                Vec reach = none;
+                for (int v = 0; v < kTileVectors; v++) {
+                    const Vec query = hn::LoadU(d, head.query_norm + i0 + v * N);
+                    reach = hn::Max(reach, hn::MulSub(query, hn::Set(d, key), largest[v]));
+                }
+                return hn::GetLane(hn::MaxOfLanes(d, reach));
+            };
+            if (is_negligible(largest_reach(bound.key), largest_bias(head.lags, first_lag, key_end - 1 - j0, head.T),
+                              bound.log_value - head.log_quietest_value, margin)) {
+                if (is_negligible(largest_reach(bound.key_before), head.lags.from_block[first_lag / kLagBlock],
+                                  bound.log_value_before - head.log_quietest_value, margin)) {
+                    skipped += key_tile + 1;
+                    break;
+                }
                 skipped++;
                 continue;
             }
@@ -478,15 +481,16 @@ int64_t backward_segment(const PackedHead& head, const BackwardSegment& segment)
                 const KeyBound& key = head.key_bound[j0 / lanes];
                 const RowBound& row = head.row_bound[row_tile];
                 const int64_t first_lag = std::max<int64_t>(0, i0 - (j0 + keys - 1));
-                const float ratio = key.value / head.quietest_value / head.quietest_dout;
-                if (is_negligible(row.query_after * key.key - row.lse_after,
-                                  head.lags.from_block[first_lag / kLagBlock], ratio * row.dout_after, head.margin)) {
-                    skipped += row_tiles - row_tile;
-                    break;
-                }
-                if (is_negligible(largest_reach(head.query_norm + i0, head.lse + i0, rows, key.key),
-                                  largest_bias(head.lags, first_lag, i0 + rows - 1 - j0, T), ratio * row.dout,
+                const float log_ratio = key.log_value - head.log_quietest_value - head.log_quietest_dout;
+                if (is_negligible(row.query * key.key - row.lse,
+                                  largest_bias(head.lags, first_lag, i0 + rows - 1 - j0, T), log_ratio + row.log_dout,
                                   head.margin)) {
+                    if (is_negligible(row.query_after * key.key - row.lse_after,
+                                      head.lags.from_block[first_lag / kLagBlock], log_ratio + row.log_dout_after,
+                                      head.margin)) {
+                        skipped += row_tiles - row_tile;
+                        break;
+                    }
                     skipped++;
                     continue;
                 }
@@ -669,34 +673,35 @@ static std::vector<LagTable> take_lags(Workspace& space, const Plan& plan, const
 
 static void finish_key_bounds(PackedHead& head, int64_t tiles) {
     const float infinity = std::numeric_limits<float>::infinity();
-    head.quietest_value = infinity;
-    KeyBound before = {0, 0, 0, 0};
+    head.log_quietest_value = infinity;
+    KeyBound before = {0, 0, 0, -infinity};
     for (int64_t i = 0; i < tiles; i++) {
         KeyBound& bound = head.key_bound[i];
-        // A key that is not finite must show even where its bias is -infinity.
-        if (bound.key == infinity) bound.value = infinity;
         before.key_before = bound.key_before = std::max(before.key_before, bound.key);
-        before.value_before = bound.value_before = std::max(before.value_before, bound.value);
-        head.quietest_value = std::min(head.quietest_value, bound.value);
+        before.log_value_before = bound.log_value_before = std::max(before.log_value_before, bound.log_value);
+        head.log_quietest_value = std::min(head.log_quietest_value, bound.log_value);
     }
 }
 
 static void finish_row_bounds(PackedHead& head, int64_t tiles) {
     const float infinity = std::numeric_limits<float>::infinity();
-    head.quietest_dout = infinity;
-    RowBound after = {0, 0, infinity, 0};
+    head.log_quietest_dout = infinity;
+    RowBound after = {0, 0, 0, 0, infinity, -infinity};
     for (int64_t i = tiles - 1; i >= 0; i--) {
+        RowBound bound = {0, infinity, 0, 0, 0, 0};
         float dout = 0;
         for (int64_t t = i * kTile; t < std::min(head.T, (i + 1) * kTile); t++) {
             const float norm = head.dout_norm[t];
             dout = norm <= dout ? dout : norm == norm ? norm : infinity;
-            after.query_after = std::max(after.query_after, head.query_norm[t]);
-            after.lse_after = std::min(after.lse_after, head.lse[t]);
+            bound.query = std::max(bound.query, head.query_norm[t]);
+            bound.lse = std::min(bound.lse, head.lse[t]);
         }
-        after.dout = dout;
-        after.dout_after = std::max(after.dout_after, dout);
-        head.quietest_dout = std::min(head.quietest_dout, dout);
-        head.row_bound[i] = after;
+        bound.log_dout = std::log(dout);
+        after.query_after = bound.query_after = std::max(after.query_after, bound.query);
+        after.lse_after = bound.lse_after = std::min(after.lse_after, bound.lse);
+        after.log_dout_after = bound.log_dout_after = std::max(after.log_dout_after, bound.log_dout);
+        head.log_quietest_dout = std::min(head.log_quietest_dout, bound.log_dout);
+        head.row_bound[i] = bound;
     }
 }
 
