@@ -511,10 +511,19 @@ Machine measure_machine() {
     Machine machine;
     machine.cpu = cpu_name();
     machine.threads = thread_count();
-    machine.peaks = measure_peaks();
+    // A core that has idled takes its time to reach its clock: the best of several.
+    const auto best_peaks = [] {
+        auto best = measure_peaks();
+        for (int again = 0; again < 2; again++) {
+            const auto peaks = measure_peaks();
+            for (size_t i = 0; i < best.size(); i++) best[i].second = std::max(best[i].second, peaks[i].second);
+        }
+        return best;
+    };
+    machine.peaks = best_peaks();
     machine.copy = measure_copy_bandwidth(kCopied);
     set_thread_count(1);
-    machine.peaks_one_thread = measure_peaks();
+    machine.peaks_one_thread = best_peaks();
     machine.copy_one_thread = measure_copy_bandwidth(kCopied);
     set_thread_count(machine.threads);
     return machine;

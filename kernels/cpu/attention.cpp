@@ -55,6 +55,7 @@ namespace jetlag {
 inline constexpr int64_t kTile = 48;      // keys of a forward tile, rows of a backward tile
 inline constexpr int64_t kMaxLanes = 64;  // rows of a forward tile, keys of a backward tile, at most
 inline constexpr int64_t kLagPad = 128;   // -infinity on either side of a lag table: more than a tile reads
+inline constexpr int64_t kPrefetchRows = 12;
 inline constexpr int64_t kLagBlock = 16;  // lags whose largest bias is kept
 
 // The lag bias of one head. Entries d = -kLagPad .. T + kLagPad - 1 can be read, -infinity for d < 0 and d >= T.
@@ -181,11 +182,22 @@ HWY_INLINE void rotate_row(float* row, const RotaryTable& table, const float* co
 void rotate_row_backward(float* row, const RotaryTable& table, const float* cosines, const float* sines, int64_t t,
                          bool is_key) {
     const int64_t P = table.pairs;
-    for (int64_t p = 0; p < P; p++) {
+    const hn::CappedTag<float, 4> d;
+    const int64_t N = static_cast<int64_t>(hn::Lanes(d));
+    cosines += t * P;
+    sines += t * P;
+    int64_t p = 0;
+    for (; p + N <= P; p += N) {
+        hn::Vec<decltype(d)> x, y;
+        hn::LoadInterleaved2(d, row + 2 * p, x, y);
+        const auto cosine = hn::LoadU(d, cosines + p), sine = hn::LoadU(d, sines + p);
+        hn::StoreInterleaved2(hn::MulAdd(y, sine, hn::Mul(x, cosine)), hn::NegMulAdd(x, sine, hn::Mul(y, cosine)), d,
+                              row + 2 * p);
+    }
+    for (; p < P; p++) {
         const float x = row[2 * p], y = row[2 * p + 1];
-        const float cosine = cosines[t * P + p], sine = sines[t * P + p];
-        row[2 * p] = x * cosine + y * sine;
-        row[2 * p + 1] = y * cosine - x * sine;
+        row[2 * p] = x * cosines[p] + y * sines[p];
+        row[2 * p + 1] = y * cosines[p] - x * sines[p];
     }
     if (table.shear != nullptr) {
         const float c = table.shear[t];
@@ -201,10 +213,30 @@ void rotate_row_backward(float* row, const RotaryTable& table, const float* cosi
     }
 }
 
+// memcpy without the call, and asks for the row that comes kPrefetchRows later.
+HWY_INLINE void copy_row(float* to, const float* from, int64_t D, int64_t stride) {
+    const hn::CappedTag<float, 8> d;
+    const int64_t N = static_cast<int64_t>(hn::Lanes(d));
+    const float* later = from + kPrefetchRows * stride;
+    for (int64_t c = 0; c < D; c += 16) __builtin_prefetch(later + c);
+    __builtin_prefetch(later + D - 1);
+    int64_t c = 0;
+    for (; c + N <= D; c += N) hn::StoreU(hn::LoadU(d, from + c), d, to + c);
+    for (; c < D; c++) to[c] = from[c];
+}
+
+HWY_INLINE float dot(const float* a, const float* b, int64_t D) {
+    const hn::CappedTag<float, 8> d;
+    const int64_t N = static_cast<int64_t>(hn::Lanes(d));
+    auto sums = hn::Zero(d);
+    int64_t c = 0;
+    for (; c + N <= D; c += N) sums = hn::MulAdd(hn::LoadU(d, a + c), hn::LoadU(d, b + c), sums);
+    float sum = hn::GetLane(hn::SumOfLanes(d, sums));
+    for (; c < D; c++) sum += a[c] * b[c];
+    return sum;
+}
 HWY_INLINE float norm_of(const float* row, int64_t D) {
-    float sum = 0;
-    for (int64_t c = 0; c < D; c++) sum += row[c] * row[c];
-    return std::sqrt(sum);
+    return std::sqrt(dot(row, row, D));
 }
 // Of two bounds the larger; +infinity for what is not a number.
 HWY_INLINE float larger_bound(float a, float b) {
@@ -220,8 +252,7 @@ HWY_INLINE KeyBound key_bound(float key, float value) {
 // Packs the tokens [begin, end) of a head for the forward pass; begin and end are bounds of tiles of rows and of keys,
 // or T.
 void pack_forward(const PackedHead& head, const HeadSource& source, int64_t begin, int64_t end) {
-    const int64_t D = head.D, lanes = tile_lanes();
-    const size_t row_bytes = static_cast<size_t>(D) * sizeof(float);
+    const int64_t D = head.D, lanes = tile_lanes(), stride = 3 * source.C;
     const float scale = static_cast<float>(1 / std::sqrt(static_cast<double>(D)));
     const RotaryTable& rotary = *source.rotary;
     HWY_ALIGN float rows[kMaxLanes * kMaxHeadDim];
@@ -231,16 +262,16 @@ void pack_forward(const PackedHead& head, const HeadSource& source, int64_t begi
             head.query_norm[t0 + r] = 0;
             if (r >= count) continue;
             float* row = rows + r * D;
-            std::memcpy(row, source.query + (t0 + r) * 3 * source.C, row_bytes);
+            copy_row(row, source.query + (t0 + r) * stride, D, stride);
             rotate_row(row, rotary, rotary.query_cos, rotary.query_sin, t0 + r, false);
             if (head.lags.skips) head.query_norm[t0 + r] = norm_of(row, D) * scale;
         }
         transpose_into_panel(head.query_panels + t0 * D, lanes, rows, D, count, D, scale);
     }
     for (int64_t t = begin; t < end; t++) {
-        std::memcpy(head.key + t * D, source.key + t * 3 * source.C, row_bytes);
+        copy_row(head.key + t * D, source.key + t * stride, D, stride);
         rotate_row(head.key + t * D, rotary, rotary.key_cos, rotary.key_sin, t, true);
-        std::memcpy(head.value + t * D, source.value + t * 3 * source.C, row_bytes);
+        copy_row(head.value + t * D, source.value + t * stride, D, stride);
     }
     if (!head.lags.skips) return;
     for (int64_t j0 = begin; j0 < end; j0 += kTile) {
@@ -256,25 +287,21 @@ void pack_forward(const PackedHead& head, const HeadSource& source, int64_t begi
 // The same for the backward pass: begin and end are bounds of tiles of keys.
 void pack_backward(const PackedHead& head, const HeadSource& source, int64_t begin, int64_t end) {
     const int64_t D = head.D, lanes = tile_lanes(), C = source.C;
-    const size_t row_bytes = static_cast<size_t>(D) * sizeof(float);
     const float scale = static_cast<float>(1 / std::sqrt(static_cast<double>(D)));
     const float infinity = std::numeric_limits<float>::infinity();
     const RotaryTable& rotary = *source.rotary;
     for (int64_t t = begin; t < end; t++) {
         float* query = head.query + t * D;
-        std::memcpy(query, source.query + t * 3 * C, row_bytes);
+        copy_row(query, source.query + t * 3 * C, D, 3 * C);
         rotate_row(query, rotary, rotary.query_cos, rotary.query_sin, t, false);
         for (int64_t c = 0; c < D; c++) query[c] *= scale;
         float* key = head.key_rows + t * head.padded_D;
-        std::memcpy(key, source.key + t * 3 * C, row_bytes);
+        copy_row(key, source.key + t * 3 * C, D, 3 * C);
         std::fill(key + D, key + head.padded_D, 0.0f);
         rotate_row(key, rotary, rotary.key_cos, rotary.key_sin, t, true);
         float* dout = head.dout + t * D;
-        std::memcpy(dout, source.dout + t * C, row_bytes);
-        const float* out = source.out + t * C;
-        float delta = 0;
-        for (int64_t c = 0; c < D; c++) delta += dout[c] * out[c];
-        head.delta[t] = delta;
+        copy_row(dout, source.dout + t * C, D, C);
+        head.delta[t] = dot(dout, source.out + t * C, D);
         head.lse[t] = source.lse[t] == -infinity ? infinity : source.lse[t];
         if (!head.lags.skips) continue;
         head.query_norm[t] = norm_of(query, D);

@@ -22,8 +22,9 @@
 #define JETLAG_LINEAR_ONCE
 namespace jetlag {
 
-inline constexpr int64_t kBlockRows = 128;  // of inp in dweight: a panel of them is 32 KB, the first-level cache
-inline constexpr int64_t kMaxPanel = 64;    // columns of a panel, at most
+inline constexpr int64_t kBlockRows = 64;  // of inp in dweight: a panel of them is 32 KB, the first-level cache
+inline constexpr int64_t kMaxDepth = 96;   // of a product's panel: 36 KB at most
+inline constexpr int64_t kMaxPanel = 64;   // columns of a panel, at most
 
 struct LinearBackward {
     const float *dout, *inp;     // (N, OC), (N, C)
@@ -36,7 +37,7 @@ struct LinearBackward {
 struct LinearSums {
     float* dweight;   // (OC, padded C)
     float* dbias;     // (OC)
-    float* inp_rows;  // (kBlockRows, padded C), scratch
+    float* inp_rows;  // (kBlockRows, padded C), scratch where C is not whole vectors
 };
 
 }  // namespace jetlag
@@ -74,30 +75,36 @@ HWY_INLINE void prefetch_share(const float* array, int64_t size, int64_t share, 
         __builtin_prefetch(array + i, 0, 2);
 }
 
-// out (M, columns) = init + a (M, K) B with B from pack_panels; init: (padded columns), the same for every row. The
-// rows of a and out that follow, as many again, are fetched meanwhile.
+// out (M, columns) = init + a (M, K) B with B from pack_panels; init: (padded columns), the same for every row. A panel
+// is taken a depth at a time that fits the first-level cache. The rows of a and out that follow, as many again, are
+// fetched meanwhile.
 void multiply_panels(float* out, const float* a, const float* panels, const float* init, int64_t M, int64_t K,
                      int64_t columns) {
-    HWY_ALIGN float block[kMicroRows * kMaxPanel];
-    const int64_t shares = (columns + tile_lanes() - 1) / tile_lanes() * ((M + kMicroRows - 1) / kMicroRows);
+    HWY_ALIGN float block[kMicroRows * kMaxPanel] = {};
+    const int64_t slices = (K + kMaxDepth - 1) / kMaxDepth, depth = (K + slices - 1) / slices;
+    const int64_t shares = (columns + tile_lanes() - 1) / tile_lanes() * slices * ((M + kMicroRows - 1) / kMicroRows);
     int64_t share = 0;
     for (int64_t w = 0, width; w < columns; w += width) {
         width = panel_width(w, columns);
         const int64_t lanes = padded_width(width);
-        for (int64_t m = 0; m < M; m += kMicroRows, share++) {
-            const int64_t rows = std::min<int64_t>(kMicroRows, M - m);
-            prefetch_share(a + M * K, M * K, share, shares);
-            prefetch_share(out + M * columns, M * columns, share, shares);
-            float* c = out + m * columns + w;
-            if (width == lanes) {
-                multiply_wide(a + m * K, K, 1, panels, lanes, rows, K, init + w, 0, c, columns, lanes);
-                continue;
+        for (int64_t k = 0; k < K; k += depth)
+            for (int64_t m = 0; m < M; m += kMicroRows, share++) {
+                const int64_t rows = std::min<int64_t>(kMicroRows, M - m), slice = std::min(depth, K - k);
+                prefetch_share(a + M * K, M * K, share, shares);
+                prefetch_share(out + M * columns, M * columns, share, shares);
+                float* c = out + m * columns + w;
+                if (width == lanes) {
+                    multiply_wide(a + m * K + k, K, 1, panels + k * lanes, lanes, rows, slice, k == 0 ? init + w : c,
+                                  k == 0 ? 0 : columns, c, columns, lanes);
+                    continue;
+                }
+                // Whole vectors would write into the next row.
+                for (int64_t r = 0; r < rows; r++)
+                    std::copy_n(k == 0 ? init + w : c + r * columns, width, block + r * lanes);
+                multiply_wide(a + m * K + k, K, 1, panels + k * lanes, lanes, rows, slice, block, lanes, block, lanes,
+                              lanes);
+                for (int64_t r = 0; r < rows; r++) std::copy_n(block + r * lanes, width, c + r * columns);
             }
-            // Whole vectors would write into the next row.
-            multiply_wide(a + m * K, K, 1, panels, lanes, rows, K, init + w, 0, block, lanes, lanes);
-            for (int64_t r = 0; r < rows; r++)
-                std::memcpy(c + r * columns, block + r * lanes, static_cast<size_t>(width) * sizeof(float));
-        }
         panels += K * lanes;
     }
 }
@@ -111,12 +118,20 @@ void backward_rows(const LinearBackward& layer, const LinearSums& sums, int64_t 
         const float* dout = layer.dout + n * OC;
         if (layer.weight_panels != nullptr)
             multiply_panels(layer.dinp + n * C, dout, layer.weight_panels, layer.zeros, rows, OC, C);
-        pack_panels(sums.inp_rows, layer.inp + n * C, rows, C, false);
-        const float* panel = sums.inp_rows;
+        // Rows of whole vectors are read where they are, others from a padded copy.
+        const float* inp = layer.inp + n * C;
+        prefetch_share(inp + rows * C, rows * C, 0, 1);
+        if (width != C) {
+            for (int64_t r = 0; r < rows; r++) {
+                std::copy_n(inp + r * C, C, sums.inp_rows + r * width);
+                std::fill(sums.inp_rows + r * width + C, sums.inp_rows + (r + 1) * width, 0.0f);
+            }
+            inp = sums.inp_rows;
+        }
         for (int64_t w = 0, lanes; w < C; w += lanes) {
             lanes = padded_width(panel_width(w, C));
-            multiply_wide(dout, 1, OC, panel, lanes, OC, rows, sums.dweight + w, width, sums.dweight + w, width, lanes);
-            panel += rows * lanes;
+            multiply_wide(dout, 1, OC, inp + w, width, OC, rows, sums.dweight + w, width, sums.dweight + w, width,
+                          lanes);
         }
         for (int64_t r = 0; r < rows; r++)
             for (int64_t o = 0; o < OC; o++) sums.dbias[o] += dout[r * OC + o];
