@@ -31,7 +31,7 @@ namespace jetlag {
 namespace {
 
 constexpr double kSampleSeconds = 0.01;
-constexpr double kLongRowSeconds = 10;       // after so many seconds of samples three are enough
+constexpr double kLongRowSeconds = 5;        // after so many seconds of samples three are enough
 constexpr int64_t kRotatedBytes = 64 << 20;  // arrays that take turns are so large together
 constexpr int64_t kHeads = 4;                // of the published model, and of the single attention ops
 constexpr int64_t kComparedLosses = 3;       // of a training row, for bench/compare
@@ -91,10 +91,14 @@ Row measure(const Case& c, int64_t repeat) {
     if (row.threads > 0) set_thread_count(row.threads);
     const bool has_memory = reset_peak_memory();
     const Work work = c.make();
-    const double start = now();
+    double start = now(), once;
     work.run();
-    work.run();
-    const double once = (now() - start) / 2;
+    once = now() - start;
+    if (once < 1) {  // the first run of a short row is no measure
+        start = now();
+        work.run();
+        once = now() - start;
+    }
     const int64_t runs = std::max<int64_t>(1, static_cast<int64_t>(std::ceil(kSampleSeconds / once)));
     const double begin = now();
     while (std::ssize(row.seconds) < repeat && (std::ssize(row.seconds) < 3 || now() - begin < kLongRowSeconds)) {
@@ -653,6 +657,9 @@ int run(int argc, char** argv) {
         for (const Case& c : cases) fmt::print("{}\n", c.row.name);
         return kExitGood;
     }
+    const std::filesystem::path json_folder = std::filesystem::path(json_file).parent_path();
+    if (!json_folder.empty() && !std::filesystem::is_directory(json_folder))
+        fail_usage("--json {}: there is no folder {}", json_file, json_folder.string());
     if (threads > 0) set_thread_count(threads);
     const Machine machine = measure_machine();
     print_machine(machine);

@@ -695,5 +695,35 @@ TEST(EvalLmSpeed, PublishedSizeAt32768) {
     RecordProperty("peak_resident_bytes", std::to_string(peak));
 }
 
+// ------------------------------------------------------------------------------------------------ exact skipping
+
+TEST(EvalLm, ReportsWhatItSkippedAndSkipsNothingOnRequest) {
+    Workshop w;
+    // Steep enough that at 1024 tokens most tiles cannot count.
+    const fs::path steep = w.save("steep.safetensors", {"model.position=affine", "model.init_affine_slope=60"});
+    const fs::path none = w.save("none.safetensors", {"model.position=none"});
+    const Texts arguments = {steep, none, "--contexts", "1024", "--batches", "1", "--attention-stats"};
+    Texts every = arguments;
+    every.insert(every.end(), {"--set", "model.exact_skipping=false", "--csv", w.path("every.csv")});
+    Texts skipping = arguments;
+    skipping.insert(skipping.end(), {"--csv", w.path("skipping.csv")});
+    const json with = w.evaluate(skipping), without = w.evaluate(every);
+    EXPECT_GT(with[0]["attention_skipped"].get<double>(), 0.3);
+    EXPECT_EQ(with[1]["attention_skipped"], 0.0);
+    EXPECT_EQ(without[0]["attention_skipped"], 0.0);
+    EXPECT_EQ(with[1]["loss"], without[1]["loss"]);
+    for (const char* figure : {"loss", "logit_std", "logit_abs_max", "entropy", "effective_support", "mean_lag"}) {
+        const double a = with[0][figure], b = without[0][figure];
+        EXPECT_NEAR(a, b, 1e-5 * std::fabs(b)) << figure;
+    }
+    EXPECT_EQ(std::stod(read_csv(w.path("skipping.csv"))[0].at("attention_skipped")), with[0]["attention_skipped"]);
+    EXPECT_EQ(std::stod(read_csv(w.path("every.csv"))[0].at("attention_skipped")), 0.0);
+    const Texts table = lines_of(run_program("eval_lm", arguments).out);
+    EXPECT_NE(table[1].find("skipped"), std::string::npos);
+    EXPECT_NE(table[2].find(fmt::format(" {:.0f}% ", 100 * with[0]["attention_skipped"].get<double>())),
+              std::string::npos)
+        << table[2];
+}
+
 }  // namespace
 }  // namespace jetlag

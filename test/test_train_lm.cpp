@@ -871,5 +871,48 @@ TEST(TrainLmSpeed, PublishedSizeOnTwoCores) {
     RecordProperty("tokens_per_second", std::to_string(best));
 }
 
+// ------------------------------------------------------------------------------------------------ recomputation
+
+TEST(TrainLm, RecomputingChangesNothingButMemory) {
+    Workshop w;
+    ASSERT_EQ(w.train("kept").exit_code, kExitGood);
+    ASSERT_EQ(w.train("again", {"train.recompute=true"}).exit_code, kExitGood);
+    EXPECT_EQ(logged_csv(w.run("kept")), logged_csv(w.run("again")));
+    // A run may change over at a resume.
+    ASSERT_EQ(w.train("both", {"train.steps=8"}).exit_code, kExitGood);
+    ASSERT_EQ(w.resume("both", {"train.recompute=true"}).exit_code, kExitGood);
+    EXPECT_EQ(logged_csv(w.run("kept")), logged_csv(w.run("both")));
+    const auto tensors = [&w](const std::string& name) {
+        const SafetensorsFile file = read_safetensors(checkpoint_file(w.run(name)));
+        std::vector<std::vector<std::byte>> all;
+        for (const Tensor& tensor : file.tensors) all.emplace_back(tensor.bytes.begin(), tensor.bytes.end());
+        return all;
+    };
+    EXPECT_FALSE(tensors("kept").empty());
+    EXPECT_TRUE(tensors("kept") == tensors("again"));
+    EXPECT_TRUE(tensors("kept") == tensors("both"));
+}
+
+TEST(TrainLmMemory, LongContextInTwoGigabytes) {
+    if (!test::is_fast_build()) GTEST_SKIP() << "not an optimised build without sanitizers";
+    Workshop w;
+    write_file_atomically(w.corpus, make_motif_corpus({.bars = 14000, .seed = 1}).text);
+    RunningProgram program = test::start_program(
+        "train_lm", w.arguments("run", {"model={position: full}",
+                                        "train={context: 32768, batch: 1, steps: 2, log_every: 1, save_every: 0, "
+                                        "initial_eval_batches: 0, recompute: true}",
+                                        "eval.contexts=1024"}));
+    int64_t peak = 0;
+    while (test::is_running(program)) {
+        peak = std::max(peak, test::peak_resident_bytes(program));
+        std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    }
+    const ProgramResult result = test::wait_for_program(program);
+    ASSERT_EQ(result.exit_code, kExitGood) << result.err;
+    EXPECT_EQ(logged_losses(w.run("run")).size(), 2u);
+    EXPECT_GT(peak, 0);
+    EXPECT_LT(peak, int64_t{1} << 30) << "half of what is promised";
+}
+
 }  // namespace
 }  // namespace jetlag
