@@ -51,6 +51,7 @@ struct Row {
     int threads = 0;              // 0: as many as the program has
     double flops = 0, bytes = 0;  // of one run; 0: not stated
     std::vector<double> seconds;  // sorted
+    double peak = 0;              // FLOP/s just before or after, the higher: clocks drift
     std::vector<double> losses;
     OpTimes shares;                            // seconds of each op over all samples
     std::optional<int64_t> peak_memory_bytes;  // resident, of the whole process, during this row
@@ -89,6 +90,7 @@ Row measure(const Case& c, int64_t repeat) {
     Row row = c.row;
     const int threads_before = thread_count();
     if (row.threads > 0) set_thread_count(row.threads);
+    row.peak = measure_peak_flops();
     const bool has_memory = reset_peak_memory();
     const Work work = c.make();
     double start = now(), once;
@@ -106,6 +108,7 @@ Row measure(const Case& c, int64_t repeat) {
         for (int64_t i = 0; i < runs; i++) work.run();
         row.seconds.push_back((now() - sample) / static_cast<double>(runs));
     }
+    row.peak = std::max(row.peak, measure_peak_flops());
     std::sort(row.seconds.begin(), row.seconds.end());
     if (has_memory) row.peak_memory_bytes = peak_memory();
     if (work.finish != nullptr) work.finish(row);
@@ -533,10 +536,6 @@ Machine measure_machine() {
     return machine;
 }
 
-double peak_for(const Machine& machine, const Row& row) {
-    return (row.threads == 1 ? machine.peaks_one_thread : machine.peaks).front().second;
-}
-
 void print_machine(const Machine& machine) {
     fmt::print("machine     {}, {} threads, {}\n", machine.cpu, machine.threads, simd_target_name());
     for (size_t i = 0; i < machine.peaks.size(); i++)
@@ -546,12 +545,12 @@ void print_machine(const Machine& machine) {
                machine.copy_one_thread * 1e-9);
 }
 
-void print_row(const Row& row, const Machine& machine) {
+void print_row(const Row& row) {
     const double m = median(row.seconds);
     fmt::print("{:<52} {:>10.3f} ms  {:>+5.1f} {:>+5.1f}%", row.name, m * 1e3, 100 * (row.seconds.front() / m - 1),
                100 * (row.seconds.back() / m - 1));
     if (row.flops > 0)
-        fmt::print("  {:>6.1f} GFLOP/s {:>5.1f}%", row.flops / m * 1e-9, 100 * row.flops / m / peak_for(machine, row));
+        fmt::print("  {:>6.1f} GFLOP/s {:>5.1f}%", row.flops / m * 1e-9, 100 * row.flops / m / row.peak);
     else
         fmt::print("  {:>21}", "");
     if (row.bytes > 0) fmt::print("  {:>8.1f} MB {:>6.1f} GB/s", row.bytes * 1e-6, row.bytes / m * 1e-9);
@@ -596,7 +595,8 @@ nlohmann::ordered_json json_of(const Row& row, const Machine& machine) {
     json["median"] = m;
     if (row.flops > 0) {
         json["flops"] = row.flops;
-        json["percent_of_peak"] = 100 * row.flops / m / peak_for(machine, row);
+        json["peak_gflops"] = row.peak * 1e-9;
+        json["percent_of_peak"] = 100 * row.flops / m / row.peak;
     }
     if (row.bytes > 0) json["bytes"] = row.bytes;
     if (!row.losses.empty()) json["losses"] = row.losses;
@@ -637,7 +637,7 @@ int run(int argc, char** argv) {
     app.add_flag("--list", list, "only list the names of the rows");
     app.footer(
         "Columns: name, median time of one run, fastest and slowest sample against it, arithmetic per second and in\n"
-        "percent of the measured peak, bytes that must be read and written at least, and those per second.");
+        "percent of the peak measured beside it, bytes that must be read and written at least, and those per second.");
     if (!parse_command_line(app, argc, argv)) return kExitGood;
     if (!inputs.empty()) {
         write_inputs(inputs);
@@ -671,7 +671,7 @@ int run(int argc, char** argv) {
         draw_progress(progress, cases[i].row.name, share, fmt::format("{} elapsed", duration_text(now() - start)));
         const Row row = measure(cases[i], repeat);
         clear_progress(progress);
-        print_row(row, machine);
+        print_row(row);
         json["rows"].push_back(json_of(row, machine));
         if (!json_file.empty()) write_file_atomically(json_file, json.dump(1) + "\n");
     }

@@ -1,6 +1,6 @@
 // Causal attention with a rotary table and a lag-bias table, forward and backward.
 //
-// All products are the multiply-add loop of micro-inl.h, A broadcast and B in vectors, on tiles of 48 by 64 (where
+// All products are the multiply-add loop of micro-inl.h, A broadcast and B in vectors, on tiles of 72 by 64 (where
 // there are 32 vector registers) that stay in the first-level cache:
 //
 //     forward    rows in lanes    S^T = K Q^T     O^T += V^T P^T
@@ -52,9 +52,9 @@
 #define JETLAG_ATTENTION_ONCE
 namespace jetlag {
 
-inline constexpr int64_t kTile = 48;      // keys of a forward tile, rows of a backward tile
+inline constexpr int64_t kTile = 72;      // keys of a forward tile, rows of a backward tile
 inline constexpr int64_t kMaxLanes = 64;  // rows of a forward tile, keys of a backward tile, at most
-inline constexpr int64_t kLagPad = 128;   // -infinity on either side of a lag table: more than a tile reads
+inline constexpr int64_t kLagPad = 192;   // -infinity on either side of a lag table: more than a tile reads
 inline constexpr int64_t kPrefetchRows = 12;
 inline constexpr int64_t kLagBlock = 16;  // lags whose largest bias is kept
 
