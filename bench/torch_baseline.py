@@ -472,10 +472,10 @@ def measure(name, kind, config, tensors, tokens, T, B, options):
         return row
 
     compiled = options.form == "flex" or options.form.startswith("compile_")
-    if compiled:
-        torch.compiler.reset()  # what earlier rows compiled counts against a limit
     reset_peak_memory()
     try:
+        if compiled:
+            torch.compiler.reset()  # what earlier rows compiled counts against a limit
         constants = make_constants(config, T, options.form)
         loss_of = loss_function(config, options.form)
         if kind == "train":
@@ -484,7 +484,7 @@ def measure(name, kind, config, tensors, tokens, T, B, options):
         else:
             run = evaluation_pass(tensors, tokens, constants, loss_of, T, B)
             warmup = max(1, options.warmup)
-    except ImportError as error:
+    except (ImportError, AttributeError) as error:  # an older PyTorch
         row["status"] = f"unsupported: {reason(error)}"
         return row
     for n in range(warmup + options.repeat):
@@ -494,7 +494,7 @@ def measure(name, kind, config, tensors, tokens, T, B, options):
             # What cannot be compiled or has no kernel for this machine shows in the first pass.
             if "allocate memory" in str(error):
                 row["status"] = "skipped: not enough memory"
-            elif compiled and n == 0:
+            elif n == 0 and (compiled or isinstance(error, AttributeError)):
                 row["status"] = f"unsupported: {reason(error)}"
             else:
                 raise
@@ -518,14 +518,16 @@ def measure(name, kind, config, tensors, tokens, T, B, options):
 def training_pass(config, tensors, tokens, constants, loss_of, T, B):
     p = {name: torch.nn.Parameter(tensor.clone()) for name, tensor in tensors.items()}
     train = config["train"]
-    optimizer = torch.optim.AdamW(
-        p.values(),
-        lr=train["lr"],
-        betas=(train["beta1"], train["beta2"]),
-        eps=train["eps"],
-        weight_decay=train["weight_decay"],
-        fused=True,
-    )
+    settings = {
+        "lr": train["lr"],
+        "betas": (train["beta1"], train["beta2"]),
+        "eps": train["eps"],
+        "weight_decay": train["weight_decay"],
+    }
+    try:
+        optimizer = torch.optim.AdamW(p.values(), fused=True, **settings)
+    except (RuntimeError, TypeError):  # older PyTorch fuses on a GPU only, or not at all
+        optimizer = torch.optim.AdamW(p.values(), **settings)
 
     def run(step):
         inputs, targets = windows(tokens, step * B, B, T)
@@ -563,7 +565,8 @@ def versions():
             found = re.search(pattern, line)
             if found:
                 info[key] = found[1]
-    info["simd"] = torch.backends.cpu.get_cpu_capability()
+    if hasattr(torch.backends, "cpu"):
+        info["simd"] = torch.backends.cpu.get_cpu_capability()
     return info
 
 
