@@ -638,18 +638,22 @@ int run(int argc, char** argv) {
     app.add_flag("--list", list, "only list the names of the rows");
     app.footer(
         "Columns: name, median time of one run, fastest and slowest sample against it, arithmetic per second and in\n"
-        "percent of the peak measured beside it, bytes that must be read and written at least, and those per second.");
+        "percent of the peak measured beside it, bytes that must be read and written at least, and those per second.\n"
+        "Tiles that exact skipping leaves out count as done: the percentage can exceed 100.");
     if (!parse_command_line(app, argc, argv)) return kExitGood;
-    if (!inputs.empty()) {
-        write_inputs(inputs);
-        return kExitGood;
-    }
+    for (const char* option : {"--filter", "--json", "--inputs"})
+        if (app.count(option) > 0 && app[option]->as<std::string>().empty()) fail_usage("{}: is empty", option);
     regex_t pattern;
     if (const int code = regcomp(&pattern, filter.empty() ? "." : filter.c_str(), REG_EXTENDED | REG_NOSUB);
         code != 0) {
         char reason[256];
         regerror(code, &pattern, reason, sizeof(reason));
         fail_usage("--filter {}: not an extended regular expression: {}", filter, reason);
+    }
+    if (!inputs.empty()) {
+        write_inputs(inputs);
+        regfree(&pattern);
+        return kExitGood;
     }
     std::vector<Case> cases;
     for (Case& c : all_cases())
@@ -663,6 +667,7 @@ int run(int argc, char** argv) {
     const std::filesystem::path json_folder = std::filesystem::path(json_file).parent_path();
     if (!json_folder.empty() && !std::filesystem::is_directory(json_folder))
         fail_usage("--json {}: there is no folder {}", json_file, json_folder.string());
+    if (std::filesystem::is_directory(json_file)) fail_usage("--json {}: is a folder (wanted a file)", json_file);
     if (threads > 0) set_thread_count(threads);
     const Machine machine = measure_machine();
     print_machine(machine);

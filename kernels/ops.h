@@ -97,7 +97,7 @@ struct AttentionRowStats {
 };
 
 // Counts of attention's tiles of scores. Where the lag bias makes all weights of a tile together smaller than half a
-// unit in the last place of the row's sum, it may be skipped; results stay the same to float rounding.
+// unit in the last place of the row's sum, it may be skipped; results stay the same to the rounding of a tensor.
 struct AttentionSkipping {
     int64_t tiles = 0, skipped = 0;
 };

@@ -536,20 +536,49 @@ TEST(AttentionSkipping, LargeOldValues) {
     }
 }
 
-// A NaN or an infinity far back shows in every later row, as it does without skipping.
+// A NaN or an infinity shows in the same places as without skipping: far back or in the newest row, in q (0), k (1), v
+// (2) or dout (3).
 TEST(AttentionSkipping, HidesNoNan) {
     for (const Bias bias : {Bias::slope, Bias::window})
-        for (const int64_t part : {1, 2})
-            for (const float bad : {kNan, kInfinity}) {
-                Inputs in = make_inputs({.B = 1, .T = 700, .H = 1, .D = 8, .bias = bias});
-                in.qkv[3 * 24 + part * 8 + 5] = bad;
-                for_each_simd_target([&] {
-                    AttentionSkipping skipping;
-                    const Outputs every = run(in, false), found = run(in, false, &skipping);
-                    for (size_t i = 0; i < every.out.size(); i++)
-                        EXPECT_EQ(std::isfinite(found.out[i]), std::isfinite(every.out[i])) << i;
-                });
-            }
+        for (const int64_t part : {0, 1, 2, 3})
+            for (const int64_t row : {3, 699})
+                for (const float bad : {kNan, kInfinity}) {
+                    SCOPED_TRACE(fmt::format("part {} row {} value {}", part, row, bad));
+                    Inputs in = make_inputs({.B = 1, .T = 700, .H = 1, .D = 8, .bias = bias});
+                    (part < 3 ? in.qkv[row * 24 + part * 8 + 5] : in.dout[row * 8 + 5]) = bad;
+                    for_each_simd_target([&] {
+                        AttentionSkipping skipping;
+                        const Outputs every = run(in, false), found = run(in, false, &skipping);
+                        const auto pairs = {std::pair(&every.out, &found.out), std::pair(&every.dqkv, &found.dqkv),
+                                            std::pair(&every.dlag_bias, &found.dlag_bias)};
+                        for (const auto& [want, have] : pairs) {
+                            int64_t hidden = 0;
+                            for (size_t i = 0; i < want->size(); i++)
+                                hidden += std::isfinite((*have)[i]) && !std::isfinite((*want)[i]);
+                            EXPECT_EQ(hidden, 0);
+                        }
+                    });
+                }
+}
+
+// The gradient of a slope weighs each lag's sum by the lag.
+TEST(AttentionSkipping, GradientOfASlope) {
+    for (const float plateau : {-24.0f, -25.5f, -27.0f, -30.0f}) {
+        SCOPED_TRACE(plateau);
+        const int64_t T = 1000;
+        Inputs in = make_inputs({.B = 1, .T = T, .H = 1, .D = 8, .bias = Bias::slope, .query_size = 0.01f});
+        for (int64_t d = 0; d < T; d++) in.bias[d] = d < 2 ? 0 : plateau;
+        const auto slope_gradient = [T](const Floats& dlag) {
+            double sum = 0;
+            for (int64_t d = 0; d < T; d++) sum += static_cast<double>(d) * dlag[d];
+            return sum;
+        };
+        for_each_simd_target([&] {
+            AttentionSkipping skipping;
+            const double every = slope_gradient(run(in, false).dlag_bias);
+            EXPECT_NEAR(slope_gradient(run(in, false, &skipping).dlag_bias), every, 2e-6 * std::fabs(every));
+        });
+    }
 }
 
 TEST(AttentionSkipping, EveryThreadCount) {

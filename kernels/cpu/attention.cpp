@@ -27,8 +27,11 @@
 //
 // where m_i is the running maximum (the row's sum is at least e^m_i) or, in backward, the log-sum-exp, and |v|_0 is the
 // largest value of the tile of keys whose largest is smallest: a far key counts by what it would add to the output, not
-// by its weight alone. Backward does the same with |dO|. The same test with bounds for all tiles that follow ends the
-// loop, so that a bias that falls with the lag costs O(T W).
+// by its weight alone. Backward does the same with |dO|, and asks for another ln T where the lag table has a gradient;
+// so does forward where the mean lag is wanted. Results are the same to the rounding of a tensor, not of each of its
+// rows: a row of dK that only far queries feed may become 0, and |q| and |k|, which differ little from row to row, are
+// not weighed. The same test with bounds for all tiles that follow ends the loop, so that a bias that falls with the
+// lag costs O(T W).
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/cpu/attention.cpp"
@@ -490,6 +493,7 @@ int64_t backward_segment(const PackedHead& head, const BackwardSegment& segment)
     HWY_ALIGN float diagonals[kRuns][kTile + kMaxLanes];
     HWY_ALIGN float dkey[kMaxHeadDim * kMaxLanes];
     HWY_ALIGN float dvalue[kMaxHeadDim * kMaxLanes];
+    const float log_T = std::log(static_cast<float>(T));
     const int64_t first_row = segment.key_begin / kTile * kTile;
     std::fill(segment.dquery + first_row * width, segment.dquery + T * width, 0.0f);
     if (segment.dlag_bias != nullptr) std::fill(segment.dlag_bias, segment.dlag_bias + T, 0.0);
@@ -509,12 +513,14 @@ int64_t backward_segment(const PackedHead& head, const BackwardSegment& segment)
                 const RowBound& row = head.row_bound[row_tile];
                 const int64_t first_lag = std::max<int64_t>(0, i0 - (j0 + keys - 1));
                 const float log_ratio = key.log_value - head.log_quietest_value - head.log_quietest_dout;
+                // The gradient of a slope multiplies the sum of a lag by the lag, up to T.
+                const float margin = head.margin + (segment.dlag_bias != nullptr ? log_T : 0.0f);
                 if (is_negligible(row.query * key.key - row.lse,
                                   largest_bias(head.lags, first_lag, i0 + rows - 1 - j0, T), log_ratio + row.log_dout,
-                                  head.margin)) {
+                                  margin)) {
                     if (is_negligible(row.query_after * key.key - row.lse_after,
                                       head.lags.from_block[first_lag / kLagBlock], log_ratio + row.log_dout_after,
-                                      head.margin)) {
+                                      margin)) {
                         skipped += row_tiles - row_tile;
                         break;
                     }
@@ -718,8 +724,10 @@ static void finish_row_bounds(PackedHead& head, int64_t tiles) {
         RowBound bound = {0, infinity, 0, 0, 0, 0};
         float dout = 0;
         for (int64_t t = i * kTile; t < std::min(head.T, (i + 1) * kTile); t++) {
-            const float norm = head.dout_norm[t];
-            dout = norm <= dout ? dout : norm == norm ? norm : infinity;
+            // lse is +infinity for a row without a key. Whatever else is not finite must show.
+            const bool finite = std::isfinite(head.query_norm[t]) && std::isfinite(head.delta[t]) &&
+                                std::isfinite(head.dout_norm[t]) && head.lse[t] > -infinity;
+            dout = std::max(dout, finite ? head.dout_norm[t] : infinity);
             bound.query = std::max(bound.query, head.query_norm[t]);
             bound.lse = std::min(bound.lse, head.lse[t]);
         }
