@@ -87,9 +87,12 @@ VOCAB = 256  # tokens are bytes
 
 def read_checkpoint(path):
     """Tensors by name and the configuration of a safetensors file: a length, a JSON header, then the data."""
-    with open(path, "rb") as file:
-        header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
-        data = bytearray(file.read())
+    try:
+        with open(path, "rb") as file:
+            header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
+            data = bytearray(file.read())
+    except (struct.error, ValueError, OverflowError) as error:
+        raise ValueError(f"{path}: is not a safetensors file ({error})") from None
     metadata = header.pop("__metadata__", {})
     tensors = {}
     for name, info in header.items():
@@ -589,6 +592,8 @@ def parse_rows(text, folder):
         if not found:
             sys.exit(f"torch_baseline: error: --rows {item}: wanted train/METHOD/Tn/Bn or eval/METHOD/Tn/Bn")
         kind, pattern, T, B = found[1], found[2], int(found[3]), int(found[4])
+        if T < 1 or B < 1:
+            sys.exit(f"torch_baseline: error: --rows {item}: wanted T and B of at least 1")
         try:
             methods = [m for m in METHODS if re.fullmatch(pattern, m)]
         except re.error as error:
@@ -610,9 +615,13 @@ def main():
     parser.add_argument("--threads", type=int, default=0, help="threads (default: PyTorch's choice)")
     parser.add_argument("--limit", type=float, default=0, help="end a row once a pass takes more seconds")
     parser.add_argument("--json", help="write the rows to this file")
+    parser.error = lambda message: sys.exit(f"torch_baseline: error: {message}")  # one line, without the usage
     options = parser.parse_args()
-    if options.repeat < 1:
-        parser.error("--repeat: wanted at least 1")
+    for name, least in (("repeat", 1), ("warmup", 0), ("threads", 0), ("limit", 0)):
+        if not getattr(options, name) >= least:
+            parser.error(f"--{name}: wanted at least {least}")
+    if options.json and not os.path.isdir(os.path.dirname(os.path.abspath(options.json))):
+        parser.error(f"--json {options.json}: there is no such folder")
 
     if options.form.startswith("tuned_"):
         keep_freed_memory()
@@ -620,7 +629,10 @@ def main():
         torch.set_num_threads(options.threads)
     rows = parse_rows(options.rows, options.inputs)
     with open(os.path.join(options.inputs, "tokens.bin"), "rb") as file:
-        tokens = torch.frombuffer(bytearray(file.read()), dtype=torch.uint8)
+        data = bytearray(file.read())
+    if not data:
+        sys.exit(f"torch_baseline: error: {file.name} is empty")
+    tokens = torch.frombuffer(data, dtype=torch.uint8)
 
     results = []
     for name, kind, method, T, B in rows:
@@ -644,3 +656,6 @@ if __name__ == "__main__":
         main()
     except KeyboardInterrupt:
         sys.exit(130)
+    except (OSError, ValueError, KeyError, struct.error) as error:
+        # Inputs that are missing, cut short or no checkpoints; an output that cannot be written.
+        sys.exit(f"torch_baseline: error: {reason(error)}")
