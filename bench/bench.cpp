@@ -623,6 +623,23 @@ void write_inputs(const std::filesystem::path& folder) {
     fmt::print("tokens and initial weights of {} methods written to {}\n", methods().size(), folder.string());
 }
 
+// The rows whose name contains a match of `filter`, an extended regular expression; "" matches all.
+std::vector<Case> matching_cases(const std::string& filter) {
+    regex_t pattern;
+    if (const int code = regcomp(&pattern, filter.empty() ? "." : filter.c_str(), REG_EXTENDED | REG_NOSUB);
+        code != 0) {
+        char reason[256];
+        regerror(code, &pattern, reason, sizeof(reason));
+        fail_usage("--filter {}: not an extended regular expression: {}", filter, reason);
+    }
+    std::vector<Case> cases;
+    for (Case& c : all_cases())
+        if (regexec(&pattern, c.row.name.c_str(), 0, nullptr, 0) == 0) cases.push_back(std::move(c));
+    regfree(&pattern);
+    if (cases.empty()) fail_usage("--filter {}: matches no row (--list shows them)", filter);
+    return cases;
+}
+
 int run(int argc, char** argv) {
     CLI::App app{"Measures this machine, every op, training steps and evaluations."};
     std::string filter, json_file, inputs;
@@ -643,23 +660,11 @@ int run(int argc, char** argv) {
     if (!parse_command_line(app, argc, argv)) return kExitGood;
     for (const char* option : {"--filter", "--json", "--inputs"})
         if (app.count(option) > 0 && app[option]->as<std::string>().empty()) fail_usage("{}: is empty", option);
-    regex_t pattern;
-    if (const int code = regcomp(&pattern, filter.empty() ? "." : filter.c_str(), REG_EXTENDED | REG_NOSUB);
-        code != 0) {
-        char reason[256];
-        regerror(code, &pattern, reason, sizeof(reason));
-        fail_usage("--filter {}: not an extended regular expression: {}", filter, reason);
-    }
+    std::vector<Case> cases = matching_cases(filter);
     if (!inputs.empty()) {
         write_inputs(inputs);
-        regfree(&pattern);
         return kExitGood;
     }
-    std::vector<Case> cases;
-    for (Case& c : all_cases())
-        if (regexec(&pattern, c.row.name.c_str(), 0, nullptr, 0) == 0) cases.push_back(std::move(c));
-    regfree(&pattern);
-    if (cases.empty()) fail_usage("--filter {}: matches no row (--list shows them)", filter);
     if (list) {
         for (const Case& c : cases) fmt::print("{}\n", c.row.name);
         return kExitGood;
