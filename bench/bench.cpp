@@ -267,17 +267,22 @@ void add_optimizer(std::vector<Case>& cases, int64_t n) {
 // ---------------------------------------------------------------------------------------------------------------
 // Position methods: tables and attention
 
-// The published model with one method, initialised from seed 0, with `settings` over it.
+// The published configuration with one method, and `overrides` over it.
+Config method_config(const std::string& method, std::vector<std::string> overrides) {
+    std::vector<Setting> settings;
+    overrides.insert(overrides.begin(), "model.position=" + method);
+    add_overrides(settings, overrides);
+    return make_config(settings);
+}
+
+// A model of that configuration, initialised from seed 0.
 struct Subject {
     Config config;
     Model model;
 };
-Subject make_subject(const std::string& method, std::vector<std::string> overrides) {
-    std::vector<Setting> settings;
-    overrides.insert(overrides.begin(), "model.position=" + method);
-    add_overrides(settings, overrides);
+Subject make_subject(const std::string& method, const std::vector<std::string>& overrides) {
     Subject subject;
-    subject.config = make_config(settings);
+    subject.config = method_config(method, overrides);
     subject.model = make_model(model_shape(subject.config));
     TorchGenerator generator = make_generator(0);
     initialize_model(subject.model, generator);
@@ -398,7 +403,7 @@ std::optional<double> skipped_share(const AttentionSkipping& skipping) {
 
 // A training step as train_lm makes it: batch, forward, backward, gradient norm, AdamW.
 void add_training(std::vector<Case>& cases, const std::string& method, int64_t T, int64_t B, int threads) {
-    const auto shape = make_subject(method, {}).model.shape;
+    const ModelShape shape = model_shape(method_config(method, {}));
     Row row = method_row("train", method, T, B, fmt::format("B{}", B), training_flops(shape, B, T), 0);
     row.threads = threads;
     if (threads > 0) row.name += fmt::format("/threads{}", threads);
@@ -441,7 +446,7 @@ void add_training(std::vector<Case>& cases, const std::string& method, int64_t T
 }
 
 void add_evaluation(std::vector<Case>& cases, const std::string& method, int64_t T, bool skips) {
-    const auto shape = make_subject(method, {}).model.shape;
+    const ModelShape shape = model_shape(method_config(method, {}));
     const std::string more = skips ? "B1" : "B1/no_skipping";
     cases.push_back({method_row("eval", method, T, 1, more, forward_flops(shape, 1, T), 0), [=] {
                          struct State {
@@ -470,7 +475,7 @@ void add_evaluation(std::vector<Case>& cases, const std::string& method, int64_t
 
 std::vector<Case> all_cases() {
     std::vector<Case> cases;
-    const ModelShape published = make_subject("none", {}).model.shape;
+    const ModelShape published = model_shape(method_config("none", {}));
     for (int64_t B : {8, 32}) {
         const int64_t N = B * 1024, C = published.embed_dim;
         add_dense(cases, "qkv", N, C, 3 * C);
@@ -480,7 +485,7 @@ std::vector<Case> all_cases() {
         if (B == 8) add_dense(cases, "head", 2048, C, published.vocab);
         add_passes(cases, N, published);
     }
-    add_optimizer(cases, make_subject("full", {}).model.parameters.size);
+    add_optimizer(cases, make_model(model_shape(method_config("full", {}))).parameters.size);
     for (const Method& method : methods())
         for (int64_t T : {1024, 32768}) add_tables(cases, method.name, T);
     for (int64_t D : {24, 64})
@@ -669,10 +674,7 @@ int run(int argc, char** argv) {
         for (const Case& c : cases) fmt::print("{}\n", c.row.name);
         return kExitGood;
     }
-    const std::filesystem::path json_folder = std::filesystem::path(json_file).parent_path();
-    if (!json_folder.empty() && !std::filesystem::is_directory(json_folder))
-        fail_usage("--json {}: there is no folder {}", json_file, json_folder.string());
-    if (std::filesystem::is_directory(json_file)) fail_usage("--json {}: is a folder (wanted a file)", json_file);
+    if (!json_file.empty()) check_output_path("--json", json_file);
     if (threads > 0) set_thread_count(threads);
     const Machine machine = measure_machine();
     print_machine(machine);

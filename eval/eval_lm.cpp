@@ -30,10 +30,7 @@ int64_t parse_targets(const std::string& text) {
 // or another output.
 void check_writable(const std::string& option, const std::string& path, const std::vector<std::string>& taken) {
     if (path.empty()) return;
-    const std::filesystem::path folder = std::filesystem::path(path).parent_path();
-    if (!folder.empty() && !std::filesystem::is_directory(folder))
-        fail_usage("{} {}: there is no folder {}", option, path, folder.string());
-    if (std::filesystem::is_directory(path)) fail_usage("{} {}: is a folder (wanted a file)", option, path);
+    check_output_path(option, path);
     for (const std::string& other : taken) {
         if (other.empty() || std::filesystem::is_character_file(path)) continue;
         const std::filesystem::path file =

@@ -51,9 +51,6 @@ std::vector<std::pair<std::string, double>> lag_bias_summary(const Model& model)
 // runs a block forward once more before its backward: the same numbers, bit for bit, in less memory.
 enum class Mode { inference, training, recomputing };
 
-// Between two attentions, the forward pass takes a chunk of rows through all ops before the next chunk, so that what
-// one op writes is still in cache when the next reads it. A buffer that is not read again holds one chunk.
-
 // What one block keeps. In training every block has its own; otherwise all share one.
 struct BlockActivations {
     float* norm1 = nullptr;       // (N, C); inference: (chunk, C)
@@ -79,7 +76,8 @@ struct OpTimes {
 // Adds the time since the last lap to `op`; nullptr: does nothing.
 void lap(OpTimes* times, const char* op);
 
-// Memory for batches of up to B sequences of up to T tokens.
+// Memory for batches of up to B sequences of up to T tokens. Between two attentions the forward pass takes a chunk of
+// rows through all ops before the next chunk; a buffer that is not read again holds one chunk.
 struct Activations {
     Mode mode = Mode::inference;
     int64_t B = 0, T = 0;

@@ -147,6 +147,13 @@ void make_folder(const fs::path& path) {
     if (error) fail("cannot create folder {}: {}", path.empty() ? "\"\"" : path.string(), error.message());
 }
 
+void check_output_path(const std::string& option, const fs::path& path) {
+    const fs::path folder = path.parent_path();
+    if (!folder.empty() && !fs::is_directory(folder))
+        fail_usage("{} {}: there is no folder {}", option, path.string(), folder.string());
+    if (fs::is_directory(path)) fail_usage("{} {}: is a folder (wanted a file)", option, path.string());
+}
+
 bool same_place(const fs::path& a, const fs::path& b) {
     return fs::weakly_canonical(fs::absolute(a)) == fs::weakly_canonical(fs::absolute(b));
 }

@@ -40,6 +40,10 @@ std::string read_file(const std::filesystem::path& path);
 // Creates the folder and its parents if they are not there. Errors name the path and the system's reason.
 void make_folder(const std::filesystem::path& path);
 
+// For output files that are written after minutes of work: exit code 2, naming the option, if the path is a folder or
+// its folder is not there.
+void check_output_path(const std::string& option, const std::filesystem::path& path);
+
 // True if two paths name the same place, whether anything is there or not.
 bool same_place(const std::filesystem::path& a, const std::filesystem::path& b);
 

@@ -27,7 +27,7 @@
 //
 // where m_i is the running maximum (the row's sum is at least e^m_i) or, in backward, the log-sum-exp, and |v|_0 is the
 // largest value of the tile of keys whose largest is smallest: a far key counts by what it would add to the output, not
-// by its weight alone. Backward does the same with |dO|, and asks for another ln T where the lag table has a gradient;
+// by its weight alone. Backward does the same with |dO|, and asks for another ln T for the gradient of the lag table;
 // so does forward where the mean lag is wanted. Results are the same to the rounding of a tensor, not of each of its
 // rows: a row of dK that only far queries feed may become 0, and |q| and |k|, which differ little from row to row, are
 // not weighed. The same test with bounds for all tiles that follow ends the loop, so that a bias that falls with the
@@ -69,6 +69,11 @@ struct LagTable {
     const float* from_block;  // [b]: the largest of all blocks from b on
     bool skips;               // whether tiles may be skipped
 };
+
+// Of two bounds the larger; +infinity for what is not a number.
+inline float larger_bound(float a, float b) {
+    return b <= a ? a : b == b ? b : std::numeric_limits<float>::infinity();
+}
 
 // Upper bounds for the keys of one tile: Euclidean norms, of values their logarithm; +infinity where a key or a value
 // is not finite.
@@ -213,10 +218,6 @@ HWY_INLINE float dot(const float* a, const float* b, int64_t D) {
 }
 HWY_INLINE float norm_of(const float* row, int64_t D) {
     return std::sqrt(dot(row, row, D));
-}
-// Of two bounds the larger; +infinity for what is not a number.
-HWY_INLINE float larger_bound(float a, float b) {
-    return b <= a ? a : b == b ? b : std::numeric_limits<float>::infinity();
 }
 
 // A key that is not finite must show even where its bias is -infinity, which only its value can prevent.
@@ -466,7 +467,8 @@ int64_t backward_segment(const PackedHead& head, const BackwardSegment& segment)
     HWY_ALIGN float diagonals[kRuns][kTile + kMaxLanes];
     HWY_ALIGN float dkey[kMaxHeadDim * kMaxLanes];
     HWY_ALIGN float dvalue[kMaxHeadDim * kMaxLanes];
-    const float log_T = std::log(static_cast<float>(T));
+    // The gradient of a slope multiplies the sum of a lag by the lag, up to T.
+    const float margin = head.margin + std::log(static_cast<float>(T));
     const int64_t first_row = segment.key_begin / kTile * kTile;
     std::fill(segment.dquery + first_row * width, segment.dquery + T * width, 0.0f);
     if (segment.dlag_bias != nullptr) std::fill(segment.dlag_bias, segment.dlag_bias + T, 0.0);
@@ -486,8 +488,6 @@ int64_t backward_segment(const PackedHead& head, const BackwardSegment& segment)
                 const RowBound& row = head.row_bound[row_tile];
                 const int64_t first_lag = std::max<int64_t>(0, i0 - (j0 + keys - 1));
                 const float log_ratio = key.log_value - head.log_quietest_value - head.log_quietest_dout;
-                // The gradient of a slope multiplies the sum of a lag by the lag, up to T.
-                const float margin = head.margin + (segment.dlag_bias != nullptr ? log_T : 0.0f);
                 if (is_negligible(row.query * key.key - row.lse,
                                   largest_bias(head.lags, first_lag, i0 + rows - 1 - j0, T), log_ratio + row.log_dout,
                                   margin)) {
@@ -637,8 +637,8 @@ static PackedHead take_head(Workspace& space, const Plan& plan, bool backward) {
     return head;
 }
 
-// The lag tables of all heads; without a lag bias one of zeros, which all heads share. In an uncounted workspace they
-// are filled.
+// The lag tables of all heads; without a lag bias one of zeros, which all heads share. Filled unless the
+// workspace is only counted.
 static std::vector<LagTable> take_lags(Workspace& space, const Plan& plan, const float* lag_bias, bool has_lag_bias,
                                        bool backward, bool skips) {
     const int64_t T = plan.T, blocks = (T + kLagBlock - 1) / kLagBlock;
@@ -661,12 +661,12 @@ static std::vector<LagTable> take_lags(Workspace& space, const Plan& plan, const
         table.from_block = from_block;
         table.skips = skips && bias != nullptr;
         if (!table.skips) continue;
-        // Taken from a NaN or +infinity, a maximum is +infinity: nothing is skipped there.
+        // Where the bias is a NaN or +infinity nothing is skipped.
         float lowest = infinity, after = -infinity;
         for (int64_t b = blocks - 1; b >= 0; b--) {
             float largest = -infinity;
             for (int64_t d = b * kLagBlock; d < std::min(T, (b + 1) * kLagBlock); d++)
-                largest = bias[d] <= largest ? largest : bias[d] == bias[d] ? bias[d] : infinity;
+                largest = larger_bound(largest, bias[d]);
             block[b] = largest;
             from_block[b] = after = std::max(after, largest);
             lowest = std::min(lowest, largest);
@@ -751,10 +751,17 @@ static void set_head(PackedHead& head, const Plan& plan, const std::vector<LagTa
     head.margin = std::log(0x1p24f) + std::log(static_cast<float>(plan.T));
 }
 
+// Where head number `index` of all sequences begins in (B, T, H, D), and in (B, T, 3, H, D).
+static int64_t head_offset(const Plan& plan, int64_t index) {
+    return (index / plan.H * plan.T * plan.H + index % plan.H) * plan.D;
+}
+static int64_t qkv_offset(const Plan& plan, int64_t index) {
+    return (index / plan.H * plan.T * 3 * plan.H + index % plan.H) * plan.D;
+}
+
 static HeadSource source_of(const Plan& plan, int64_t index, const float* qkv, const RotaryTable& rotary) {
-    const int64_t b = index / plan.H, h = index % plan.H;
     HeadSource source = {};
-    source.query = qkv + (b * plan.T * 3 * plan.H + h) * plan.D;
+    source.query = qkv + qkv_offset(plan, index);
     source.key = source.query + plan.C;
     source.value = source.key + plan.C;
     source.C = plan.C;
@@ -775,9 +782,8 @@ void attention_forward(float* out, float* lse, const AttentionRowStats* stats, c
         pack(head, source_of(plan, index, qkv, rotary), begin, std::min(T, begin + plan.pack_span));
     };
     const auto run_tile = [&](const PackedHead& head, int64_t index, int64_t tile) {
-        const int64_t b = index / H, h = index % H;
         ForwardRows rows;
-        rows.out = out + (b * T * H + h) * D;
+        rows.out = out + head_offset(plan, index);
         rows.out_stride = plan.C;
         rows.lse = lse + index * T;
         rows.entropy = stats != nullptr ? stats->entropy + index * T : nullptr;
@@ -842,7 +848,7 @@ void attention_backward(float* dqkv, float* dlag_bias, const float* dout, const 
     };
     // The steps of the work on head number `index` of all sequences, in `head`.
     const auto pack_span = [&](const PackedHead& head, int64_t index, int64_t begin) {
-        const int64_t offset = (index / H * T * H + index % H) * D;
+        const int64_t offset = head_offset(plan, index);
         HeadSource source = source_of(plan, index, qkv, rotary);
         source.dout = dout + offset;
         source.out = out + offset;
@@ -857,14 +863,14 @@ void attention_backward(float* dqkv, float* dlag_bias, const float* dout, const 
     const auto run_segment = [&](const PackedHead& head, int64_t index, BackwardSegment& segment, int64_t s) {
         segment.key_begin = segment_begin(s);
         segment.key_end = segment_begin(s + 1);
-        segment.dkey = dqkv + (index / H * T * 3 * H + index % H) * D + C;
+        segment.dkey = dqkv + qkv_offset(plan, index) + C;
         segment.dvalue = segment.dkey + C;
         segment.dkv_stride = 3 * C;
         return segment_backward(head, segment);
     };
     // dQ: the segments that reach the row added in order, scaled, and rotated back, as dK.
     const auto finish_row = [&](int64_t index, const BackwardSegment* segments, int64_t t) {
-        float* dquery = dqkv + ((index / H * T + t) * 3 * H + index % H) * D;
+        float* dquery = dqkv + qkv_offset(plan, index) + t * 3 * C;
         std::copy_n(segments[0].dquery + t * plan.padded_D, D, dquery);
         for (int64_t s = 1; s < S && segments[s].key_begin <= t; s++)
             for (int64_t c = 0; c < D; c++) dquery[c] += segments[s].dquery[t * plan.padded_D + c];
@@ -882,11 +888,11 @@ void attention_backward(float* dqkv, float* dlag_bias, const float* dout, const 
     for (int64_t first = 0; first < B * H; first += plan.group) {
         const int64_t heads = std::min(plan.group, B * H - first);
         const int threads = threads_for(head_work * static_cast<double>(heads));
+        for (int64_t g = 0; plan.splits_heads && g < heads; g++)
+            set_head(arrays.heads[g], plan, arrays.lags, first + g);
 #pragma omp parallel num_threads(plan.splits_heads ? threads : std::min(threads, static_cast <int>(heads)))
         {
             if (plan.splits_heads) {
-#pragma omp for schedule(static)
-                for (int64_t g = 0; g < heads; g++) set_head(arrays.heads[g], plan, arrays.lags, first + g);
 #pragma omp for collapse(2) schedule(static)
                 for (int64_t g = 0; g < heads; g++)
                     for (int64_t begin = 0; begin < T; begin += plan.pack_span)

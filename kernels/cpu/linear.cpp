@@ -17,13 +17,15 @@
 
 #include <cstring>
 
+#include "kernels/cpu/parallel.h"
+
 // Shared by all targets.
 #ifndef JETLAG_LINEAR_ONCE
 #define JETLAG_LINEAR_ONCE
 namespace jetlag {
 
-inline constexpr int64_t kBlockRows = 64;  // of inp in dweight: a panel of them is 32 KB, the first-level cache
-inline constexpr int64_t kMaxDepth = 96;   // of a product's panel: 36 KB at most
+inline constexpr int64_t kBlockRows = 64;  // of inp in dweight: 64 columns of them are 16 KB, in the first-level cache
+inline constexpr int64_t kMaxDepth = 96;   // of a product's panel: 24 KB at most
 inline constexpr int64_t kMaxPanel = 64;   // columns of a panel, at most
 
 struct LinearBackward {
@@ -48,8 +50,7 @@ namespace jetlag {
 namespace HWY_NAMESPACE {
 
 int64_t padded_width(int64_t columns) {
-    const int64_t N = lane_count();
-    return (columns + N - 1) / N * N;
+    return round_up(columns, lane_count());
 }
 
 // B of a product as panels, one after the other: (K, panel) each, the last one as wide as whole vectors need. B is
@@ -145,7 +146,6 @@ HWY_AFTER_NAMESPACE();
 #if HWY_ONCE
 #include <vector>
 
-#include "kernels/cpu/parallel.h"
 #include "kernels/ops.h"
 
 namespace jetlag {
