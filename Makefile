@@ -29,7 +29,7 @@ CXXFLAGS := -std=c++20 -Wall -Wextra -Werror $(if $(DEBUG)$(SAN),-g) -fopenmp -f
 # Arm's scalable vectors have no size at compile time, and the kernels keep vectors in arrays: NEON serves every Arm.
 CPPFLAGS := -I. -MD -MP -DFMT_SHARED -DHWY_DISABLED_TARGETS=HWY_SVE+HWY_SVE2+HWY_SVE_256+HWY_SVE2_128
 LDFLAGS := -fopenmp -pthread
-LDLIBS := -lhwy -lyaml-cpp -lcurl -lcrypto -larchive -lfmt
+LDLIBS := -lhwy -lyaml-cpp -lcurl -lcrypto -larchive -lcsv -lfmt
 # Time is spent in the kernels, whose micro-loops want to be unrolled, and in the tests' reference. The rest only calls
 # them, and compiles twice as fast at -O1.
 HOST_OPTIMIZATION := $(if $(DEBUG),-O0,-O1)

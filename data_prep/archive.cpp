@@ -16,8 +16,9 @@ bool looks_like_zip(std::string_view bytes) {
     return bytes.starts_with(std::string_view("PK\x03\x04", 4));
 }
 
-std::vector<std::string> read_archive_members(std::string_view archive, const std::string& label,
-                                              const std::vector<std::string>& names, uint64_t max_bytes) {
+void read_archive(std::string_view archive, const std::string& label, uint64_t max_bytes,
+                  const std::function<bool(const std::string& path)>& wants,
+                  const std::function<void(const std::string& path, std::string contents)>& take) {
     const std::unique_ptr<struct archive, decltype(&archive_read_free)> owner(archive_read_new(), &archive_read_free);
     struct archive* reader = owner.get();
     if (reader == nullptr) fail("{}: libarchive cannot be initialized", label);
@@ -29,21 +30,17 @@ std::vector<std::string> read_archive_members(std::string_view archive, const st
     archive_read_support_format_all(reader);
     if (archive_read_open_memory(reader, archive.data(), archive.size()) != ARCHIVE_OK) refuse();
 
-    std::vector<std::string> members(names.size());
-    std::vector<bool> found(names.size(), false);
     uint64_t total = 0;
     while (true) {
         struct archive_entry* entry = nullptr;
         const int header = archive_read_next_header(reader, &entry);
         if (header == ARCHIVE_EOF) break;
         if (header != ARCHIVE_OK && header != ARCHIVE_WARN) refuse();
-        const char* path = archive_entry_pathname(entry);
-        const std::string name = path != nullptr ? std::filesystem::path(path).filename().string() : "";
-        const size_t i = std::find(names.begin(), names.end(), name) - names.begin();
-        if (i == names.size() || archive_entry_filetype(entry) != AE_IFREG) continue;
-        if (found[i]) fail("{}: holds {} twice, wanted it once", label, name);
-        found[i] = true;
+        const char* raw_path = archive_entry_pathname(entry);
+        const std::string path = raw_path != nullptr ? raw_path : "";
+        if (archive_entry_filetype(entry) != AE_IFREG || !wants(path)) continue;
 
+        std::string contents;
         char buffer[1 << 16];
         while (true) {
             const la_ssize_t bytes = archive_read_data(reader, buffer, sizeof buffer);
@@ -51,9 +48,28 @@ std::vector<std::string> read_archive_members(std::string_view archive, const st
             if (bytes == 0) break;
             total += static_cast<uint64_t>(bytes);
             if (total > max_bytes) fail("{}: holds more than the {} bytes allowed", label, max_bytes);
-            members[i].append(buffer, static_cast<size_t>(bytes));
+            contents.append(buffer, static_cast<size_t>(bytes));
         }
+        take(path, std::move(contents));
     }
+}
+
+std::vector<std::string> read_archive_members(std::string_view archive, const std::string& label,
+                                              const std::vector<std::string>& names, uint64_t max_bytes) {
+    std::vector<std::string> members(names.size());
+    std::vector<bool> found(names.size(), false);
+    const auto index_of = [&](const std::string& path) -> size_t {
+        const std::string name = std::filesystem::path(path).filename().string();
+        return static_cast<size_t>(std::find(names.begin(), names.end(), name) - names.begin());
+    };
+    read_archive(
+        archive, label, max_bytes, [&](const std::string& path) { return index_of(path) < names.size(); },
+        [&](const std::string& path, std::string contents) {
+            const size_t i = index_of(path);
+            if (found[i]) fail("{}: holds {} twice, wanted it once", label, names[i]);
+            found[i] = true;
+            members[i] = std::move(contents);
+        });
     for (size_t i = 0; i < names.size(); ++i)
         if (!found[i]) fail("{}: has no {}, wanted {}", label, names[i], fmt::join(names, ", "));
     return members;

@@ -2,15 +2,22 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <string_view>
 #include <vector>
 
 namespace jetlag {
 
-// The contents of the members whose file name (without folders) is in `names`, in the order of `names`, read from the
-// archive held in memory. `label` names the archive in errors: not an archive, damaged, a member missing or present
-// twice, members larger than max_bytes together.
+// Goes through the files of the archive held in memory, in its order, and gives the path and the contents of those that
+// `wants` (by its path) to `take`; nothing else is unpacked, and one file at a time. `label` names the archive in
+// errors: not an archive, damaged, files larger than max_bytes together.
+void read_archive(std::string_view archive, const std::string& label, uint64_t max_bytes,
+                  const std::function<bool(const std::string& path)>& wants,
+                  const std::function<void(const std::string& path, std::string contents)>& take);
+
+// The contents of the members whose file name (without folders) is in `names`, in the order of `names`. Further errors:
+// a member that is missing or there twice.
 std::vector<std::string> read_archive_members(std::string_view archive, const std::string& label,
                                               const std::vector<std::string>& names, uint64_t max_bytes);
 

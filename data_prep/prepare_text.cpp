@@ -1,11 +1,9 @@
 // prepare_text NAME [--from PATH_OR_URL] [--out PATH]: makes a token stream from a text. The stream is the bytes of the
 // text, unchanged; its manifest (src/manifest.h) says where they came from and whether a published checksum was met.
-#include <fmt/chrono.h>
 #include <fmt/ranges.h>
 
-#include <ctime>
-
 #include "data_prep/archive.h"
+#include "data_prep/source.h"
 #include "src/command_line.h"
 #include "src/config.h"
 #include "src/download.h"
@@ -17,14 +15,11 @@ using namespace jetlag;
 
 namespace {
 
-// A corpus that the program knows by name. `size` and `sha256` are those of the file at `address`; empty where the
-// source changes over time, so that nothing could be checked. The stream is that file, or, where it is an archive, its
+// A corpus that the program knows by name. The stream is the published file, or, where that is an archive, its
 // `members` one after the other.
 struct KnownCorpus {
     std::string name;
-    std::string address;
-    std::optional<uint64_t> size;
-    std::string sha256;
+    PublishedFile file;
     std::vector<std::string> members;
     std::string licence;
 };
@@ -32,24 +27,25 @@ struct KnownCorpus {
 const std::vector<KnownCorpus>& known_corpora() {
     static const std::vector<KnownCorpus> corpora = {
         {.name = "tiny_shakespeare",
-         .address = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
-         .size = 1115394,
-         .sha256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
+         .file = {.address =
+                      "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
+                  .size = 1115394,
+                  .sha256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"},
          .members = {},
          .licence = "public domain text"},
         // The first address of WikiText (research.metamind.io on S3) is closed. This one belongs to an author of the
         // data set; the SHA-256 is the one that data-set libraries published for the first address.
         {.name = "wikitext2",
-         .address = "https://wikitext.smerity.com/wikitext-2-v1.zip",
-         .size = std::nullopt,
-         .sha256 = "92675f1d63015c1c8b51f1656a52d5bdbc33aafa60cc47a218a66e7ee817488c",
+         .file = {.address = "https://wikitext.smerity.com/wikitext-2-v1.zip",
+                  .size = std::nullopt,
+                  .sha256 = "92675f1d63015c1c8b51f1656a52d5bdbc33aafa60cc47a218a66e7ee817488c"},
          .members = {"wiki.train.tokens", "wiki.valid.tokens", "wiki.test.tokens"},
          .licence = "CC BY-SA"},
         // Project Gutenberg no. 2600; its files are corrected from time to time.
         {.name = "war_and_peace",
-         .address = "https://www.gutenberg.org/cache/epub/2600/pg2600.txt",
-         .size = std::nullopt,
-         .sha256 = "",
+         .file = {.address = "https://www.gutenberg.org/cache/epub/2600/pg2600.txt",
+                  .size = std::nullopt,
+                  .sha256 = ""},
          .members = {},
          .licence = "Project Gutenberg licence"},
     };
@@ -104,40 +100,11 @@ Request resolve_request(const std::string& name, const std::string& from, const 
             fail_usage("unknown corpus {}{}: known are {}; any other text needs --from PATH_OR_URL", name,
                        near.empty() ? "" : fmt::format(" (did you mean {}?)", near), fmt::join(names, ", "));
         }
-        request.from = request.known->address;
+        request.from = request.known->file.address;
         request.official = true;
     }
-    if (!is_web_address(request.from) && request.from.find("://") != std::string::npos)
-        fail_usage("--from {}: wanted a path or an http or https address", from);
     if (out.empty()) request.out = std::filesystem::path("data") / (request.name + ".txt");
     return request;
-}
-
-std::string read_local(const std::string& path) {
-    if (!std::filesystem::exists(path)) fail("--from {}: no such file", path);
-    if (std::filesystem::is_directory(path)) fail("--from {}: is a folder, wanted a file", path);
-    if (!std::filesystem::is_regular_file(path)) fail("--from {}: is a device or a pipe, wanted a file", path);
-    std::string bytes = read_file(path);
-    if (bytes.empty()) fail("--from {}: is empty", path);
-    return bytes;
-}
-
-std::string fetch(const std::string& address) {
-    fmt::print("downloading {}\n", address);
-    std::fflush(stdout);
-    try {
-        return download(address);
-    } catch (const Error& error) {
-        fail("{}; --from PATH takes a copy that you have", error.what());
-    }
-}
-
-// What is wrong with the source compared to the published size and checksum; "" if nothing.
-std::string mismatch(const KnownCorpus& known, size_t size, const std::string& sha256) {
-    if (sha256 == known.sha256) return "";
-    std::string wanted = fmt::format("SHA-256 {}", known.sha256);
-    if (known.size) wanted = fmt::format("{} bytes with ", *known.size) + wanted;
-    return fmt::format("found {} bytes with SHA-256 {}, wanted {}", size, sha256, wanted);
 }
 
 // True if the stream was already made from the same source and nothing has changed since.
@@ -163,55 +130,42 @@ int prepare(const Request& request, const std::vector<std::string>& arguments) {
                    request.out.string());
     const std::optional<nlohmann::ordered_json> old_manifest = read_manifest(request.out);
     // A local source is read again, as it may have changed; an address is trusted to hold what it held.
-    std::string source = web ? "" : read_local(request.from);
-    std::string source_sha256 = web ? "" : sha256_hex(source);
-    if (up_to_date(request, old_manifest, source_sha256)) {
+    std::optional<Source> source;
+    if (!web) source = read_source("--from", request.from);
+    if (up_to_date(request, old_manifest, web ? "" : source->sha256)) {
         fmt::print("{}: up to date, {} bytes, sha256 {} (--force makes it anew)\n", request.out.string(),
                    old_manifest->at("size").get<uint64_t>(), old_manifest->at("sha256").get<std::string>());
         return kExitGood;
     }
-    if (web) {
-        source = fetch(request.from);
-        source_sha256 = sha256_hex(source);
-    }
+    if (web) source = read_source("--from", request.from);
 
     const KnownCorpus* known = request.known;
-    const bool published = known != nullptr && !known->sha256.empty();
-    bool checked = false;
-    if (published) {
-        const std::string difference = mismatch(*known, source.size(), source_sha256);
-        checked = difference.empty();
-        if (!checked && web)
-            fail("{}: not the published {}: {}; another NAME takes other content", request.from, known->name,
-                 difference);
-        if (!checked)
-            fmt::print(stderr, "warning: {}: not the published {}, recorded as unchecked: {}\n", request.from,
-                       known->name, difference);
-    }
+    const bool published = known != nullptr && !known->file.sha256.empty();
+    if (published) check_source(*source, known->file, known->name, "another NAME takes other content");
 
     nlohmann::ordered_json manifest;
     manifest["name"] = request.name;
     manifest["size"] = nullptr;  // these two are filled in by write_stream; here they keep their place
     manifest["sha256"] = nullptr;
-    manifest["source"] = {{web ? "address" : "path", request.from}, {"size", source.size()}, {"sha256", source_sha256}};
+    manifest["source"] = source_json(*source);
     if (known != nullptr) manifest["licence"] = known->licence;
     if (published) {
         nlohmann::ordered_json of_source;
-        if (known->size) of_source["size"] = *known->size;
-        of_source["sha256"] = known->sha256;
+        if (known->file.size) of_source["size"] = *known->file.size;
+        of_source["sha256"] = known->file.sha256;
         manifest["published"] = of_source;
     }
-    manifest["checked"] = checked;
-    manifest["retrieved"] = fmt::format("{:%Y-%m-%dT%H:%M:%SZ}", fmt::gmtime(std::time(nullptr)));
+    manifest["checked"] = source->is_checked;
+    manifest["retrieved"] = time_text();
     manifest["program"] = "prepare_text";
     manifest["arguments"] = arguments;
 
-    const bool unpack = looks_like_zip(source) && known != nullptr && !known->members.empty();
+    const bool unpack = looks_like_zip(source->bytes) && known != nullptr && !known->members.empty();
     std::string stream;
     if (unpack) {
         nlohmann::ordered_json parts = nlohmann::ordered_json::array();
         const std::vector<std::string> members =
-            read_archive_members(source, request.from, known->members, kMaxUnpackedBytes);
+            read_archive_members(source->bytes, request.from, known->members, kMaxUnpackedBytes);
         for (size_t i = 0; i < members.size(); ++i) {
             parts.push_back(
                 {{"name", known->members[i]}, {"size", members[i].size()}, {"sha256", sha256_hex(members[i])}});
@@ -220,13 +174,14 @@ int prepare(const Request& request, const std::vector<std::string>& arguments) {
         manifest["members"] = parts;
         if (stream.empty()) fail("{}: its members {} are empty", request.from, fmt::join(known->members, ", "));
     } else {
-        if (looks_like_zip(source))
+        if (looks_like_zip(source->bytes))
             fmt::print(stderr, "warning: {}: is a zip archive; its bytes are taken as they are\n", request.from);
-        stream = std::move(source);
+        stream = std::move(source->bytes);
     }
     write_stream(request.out, stream, manifest, request.force);
-    fmt::print("{}: {} bytes, sha256 {}, {}\n", request.out.string(), stream.size(), sha256_hex(stream),
-               checked ? "as published" : (published ? "other than published" : "no published checksum to check"));
+    fmt::print(
+        "{}: {} bytes, sha256 {}, {}\n", request.out.string(), stream.size(), sha256_hex(stream),
+        source->is_checked ? "as published" : (published ? "other than published" : "no published checksum to check"));
     return kExitGood;
 }
 

@@ -74,7 +74,7 @@ std::string download(const std::string& address, const DownloadLimits& limits) {
     set(curl, CURLOPT_FOLLOWLOCATION, 1L);
     set(curl, CURLOPT_MAXREDIRS, 10L);
     // Some of the servers answer 403 to a client that does not name itself.
-    set(curl, CURLOPT_USERAGENT, "jetlag-prepare_text/1.0 (libcurl)");
+    set(curl, CURLOPT_USERAGENT, "jetlag-data_prep/1.0 (libcurl)");
     set(curl, CURLOPT_NOSIGNAL, 1L);
     set(curl, CURLOPT_CONNECTTIMEOUT, limits.connect_seconds);
     set(curl, CURLOPT_LOW_SPEED_LIMIT, 1L);

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <locale>
 #include <numbers>
+#include <numeric>
 #include <sstream>
 #include <utility>
 
@@ -105,6 +106,54 @@ TorchGenerator make_indexed_generator(uint64_t seed, uint64_t stream, uint64_t i
 
 // The state's text: "mt19937", the 624 words and the position in them, "normal", and "none" or the cached value's
 // 64 bits in hex.
+std::mt19937 make_python_random(uint64_t seed) {
+    // init_by_array of the authors' mt19937ar.c (Matsumoto and Nishimura 2002), with the seed's 32-bit words as key.
+    constexpr size_t N = std::mt19937::state_size;
+    std::vector<uint32_t> key = {static_cast<uint32_t>(seed)};
+    if (seed >> 32 != 0) key.push_back(static_cast<uint32_t>(seed >> 32));
+    std::vector<uint32_t> state(N);
+    state[0] = 19650218;
+    for (uint32_t i = 1; i < N; i++) state[i] = 1812433253 * (state[i - 1] ^ state[i - 1] >> 30) + i;
+    size_t i = 1, j = 0;
+    const auto advance = [&]() {
+        if (++i == N) {
+            state[0] = state[N - 1];
+            i = 1;
+        }
+    };
+    for (size_t k = 0; k < N; k++) {
+        state[i] = (state[i] ^ (state[i - 1] ^ state[i - 1] >> 30) * 1664525) + key[j] + static_cast<uint32_t>(j);
+        j = (j + 1) % key.size();
+        advance();
+    }
+    for (size_t k = 1; k < N; k++) {
+        state[i] = (state[i] ^ (state[i - 1] ^ state[i - 1] >> 30) * 1566083941) - static_cast<uint32_t>(i);
+        advance();
+    }
+    state[0] = 0x80000000;
+    std::stringstream text;
+    text.imbue(std::locale::classic());
+    for (uint32_t word : state) text << word << ' ';
+    text << N;  // the position: all words are used up
+    std::mt19937 engine;
+    text >> engine;
+    return engine;
+}
+
+std::vector<size_t> python_shuffled(std::mt19937& engine, size_t n) {
+    std::vector<size_t> order(n);
+    std::iota(order.begin(), order.end(), size_t{0});
+    for (size_t i = n; i-- > 1;) {
+        // randbelow(i + 1): as many bits as i + 1 has, again until they are below it.
+        const int bits = std::bit_width(i + 1);
+        size_t j;
+        do j = engine() >> (32 - bits);
+        while (j > i);
+        std::swap(order[i], order[j]);
+    }
+    return order;
+}
+
 std::string generator_state(const TorchGenerator& generator) {
     std::ostringstream text;
     text.imbue(std::locale::classic());

@@ -38,6 +38,12 @@ std::vector<int64_t> randperm(TorchGenerator& generator, int64_t n);
 // so that batch n can be drawn without having drawn the batches before it.
 TorchGenerator make_indexed_generator(uint64_t seed, uint64_t stream, uint64_t index);
 
+// The engine of Python's random.Random(seed), seed >= 0: engine() is its getrandbits(32).
+std::mt19937 make_python_random(uint64_t seed);
+
+// Its shuffle(): the permutation that shuffling the list 0 .. n - 1 gives.
+std::vector<size_t> python_shuffled(std::mt19937& engine, size_t n);
+
 // The whole state as text, and back. Errors: text that is not such a state.
 std::string generator_state(const TorchGenerator& generator);
 TorchGenerator generator_from_state(const std::string& state);
