@@ -21,7 +21,7 @@ CsvTable read_csv(std::string_view bytes, const std::string& label) {
     const auto on_row = [](int, void* user) { static_cast<Rows*>(user)->rows.emplace_back(); };
 
     csv_parser parser;
-    if (csv_init(&parser, CSV_STRICT_FINI) != 0) fail("{}: libcsv cannot be initialized", label);
+    if (csv_init(&parser, CSV_STRICT | CSV_STRICT_FINI) != 0) fail("{}: libcsv cannot be initialized", label);
     // Blanks around a field belong to it.
     csv_set_space_func(&parser, [](unsigned char) { return 0; });
     const bool is_good = csv_parse(&parser, bytes.data(), bytes.size(), on_field, on_row, &parsed) == bytes.size() &&
