@@ -24,11 +24,12 @@ endif
 endif
 
 # -ffp-contract=off: whether a*b+c rounds once or twice is written in the source (MulAdd), not left to the compiler.
-CXXFLAGS := -std=c++20 -Wall -Wextra -Werror $(if $(DEBUG)$(SAN),-g) -fopenmp -ffp-contract=off -pthread
+OPENMP := -fopenmp
+CXXFLAGS := -std=c++20 -Wall -Wextra -Werror $(if $(DEBUG)$(SAN),-g) $(OPENMP) -ffp-contract=off -pthread
 # -MD, not -MMD: Highway's foreach_target.h includes the kernels again, and what a system header includes counts as one.
 # Arm's scalable vectors have no size at compile time, and the kernels keep vectors in arrays: NEON serves every Arm.
 CPPFLAGS := -I. -MD -MP -DFMT_SHARED -DHWY_DISABLED_TARGETS=HWY_SVE+HWY_SVE2+HWY_SVE_256+HWY_SVE2_128
-LDFLAGS := -fopenmp -pthread
+LDFLAGS := $(OPENMP) -pthread
 LDLIBS := -lhwy -lyaml-cpp -lcurl -lcrypto -larchive -lcsv -lfmt
 # Time is spent in the kernels, whose micro-loops want to be unrolled, and in the tests' reference. The rest only calls
 # them, and compiles twice as fast at -O1.
@@ -50,14 +51,17 @@ TEST_SOURCES := $(wildcard test/*.cpp test/reference/*.cpp)
 PROGRAMS := $(patsubst %.cpp,$(BUILD)/%,$(notdir $(MAIN_SOURCES)))
 LIBRARY := $(BUILD)/libjetlag.a
 TESTS := $(BUILD)/tests
-OBJECTS := $(patsubst %.cpp,$(BUILD)/obj/%.o,$(LIBRARY_SOURCES) $(MAIN_SOURCES) $(TEST_SOURCES))
+# libFuzzer programs: fuzz_NAME from test/fuzz/NAME.cpp.
+FUZZ_SOURCES := $(wildcard test/fuzz/*.cpp)
+FUZZERS := $(patsubst test/fuzz/%.cpp,$(BUILD)/fuzz_%,$(FUZZ_SOURCES))
+OBJECTS := $(patsubst %.cpp,$(BUILD)/obj/%.o,$(LIBRARY_SOURCES) $(MAIN_SOURCES) $(TEST_SOURCES) $(FUZZ_SOURCES))
 
 # In parallel even when nobody asks: as many jobs as cores.
 ifeq ($(filter -j%,$(MAKEFLAGS)),)
 MAKEFLAGS += -j$(shell nproc)
 endif
 
-.PHONY: all programs test format check-format clean help FORCE
+.PHONY: all programs test fuzz fuzzers format check-format clean help FORCE
 .DEFAULT_GOAL := all
 
 all: programs $(TESTS)
@@ -91,6 +95,14 @@ $(foreach source,$(MAIN_SOURCES),$(eval $(call program_rule,$(source))))
 $(TESTS): $(patsubst %.cpp,$(BUILD)/obj/%.o,$(TEST_SOURCES)) $(LIBRARY)
 	$(CXX) $(LDFLAGS) $^ -lgtest $(LDLIBS) -o $@
 
+# What the fuzzers reach needs no threads, and few of the sources.
+fuzz:
+	@$(MAKE) --no-print-directory fuzzers BUILD=build/fuzz CXX=clang++ SAN=fuzzer-no-link,address,undefined OPENMP=
+fuzzers: $(FUZZERS)
+$(BUILD)/fuzz_%: $(patsubst %.cpp,$(BUILD)/obj/%.o,test/fuzz/%.cpp test/fuzz_targets.cpp src/midi.cpp src/error.cpp \
+		src/files.cpp src/manifest.cpp data_prep/midi_tokens.cpp)
+	$(CXX) $(LDFLAGS) -fsanitize=fuzzer $^ -lfmt -lcrypto -o $@
+
 # The libraries are not compiled with ThreadSanitizer, which therefore cannot see their locks.
 test: all
 	JETLAG_BUILD=$(BUILD) $(if $(findstring thread,$(SAN)),TSAN_OPTIONS=ignore_noninstrumented_modules=1) $(TESTS) $(if $(FILTER),--gtest_filter='$(FILTER)')
@@ -108,6 +120,7 @@ clean:
 help:
 	@echo 'make               build every program and the tests into build/cpu/'
 	@echo 'make test          build and run the tests (FILTER=Attention.* for some of them)'
+	@echo 'make fuzz          build the libFuzzer programs into build/fuzz/ (needs the packages clang and libclang-rt-14-dev)'
 	@echo 'make format        rewrite the sources with clang-format; make check-format only checks'
 	@echo 'make clean         remove the build folder of the variant at hand'
 	@echo

@@ -1,4 +1,4 @@
-// Reading members of archives (libarchive: zip, tar, compressed or not).
+// Reading members of archives (libarchive: zip, or tar, compressed or not).
 #pragma once
 
 #include <cstdint>
