@@ -71,7 +71,9 @@ std::string read_prompt(const CLI::App& app, const std::string& text, const std:
         fail_usage("wanted one of --prompt and --prompt-file, found {}",
                    app.count("--prompt") == 0 ? "neither" : "both");
     const bool is_file = app.count("--prompt-file") > 0;
-    if (is_file && !std::filesystem::exists(file)) fail_usage("--prompt-file {}: no such file", file);
+    if (is_file && (!std::filesystem::exists(file) || std::filesystem::is_directory(file)))
+        fail_usage("--prompt-file {}: {}", file,
+                   std::filesystem::exists(file) ? "is a folder (wanted a file)" : "no such file");
     const std::string bytes = is_file ? read_file(file) : text;
     if (bytes.empty())
         fail_usage("{}: is empty (wanted at least one byte)", is_file ? "--prompt-file " + file : "--prompt");
@@ -162,7 +164,7 @@ int run(int argc, char** argv) {
     if (!parse_command_line(app, argc, argv)) return kExitGood;
 
     constexpr int64_t kMany = 4294967295;
-    const int64_t count = parse_whole("--tokens", tokens, 1, kMany);
+    const int64_t count = parse_whole("--tokens", tokens, 1, kMaxTokens);
     Sampling sampling;
     sampling.temperature = parse_real(
         "--temperature", temperature, [](double x) { return x >= 0 && std::isfinite(x); },

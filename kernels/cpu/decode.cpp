@@ -209,7 +209,7 @@ void attention_decode(float* out, const float* qkv, const float* key_cache, cons
     HWY_DYNAMIC_DISPATCH(prepare_query)
     (query, qkv, rotary, position, H, D, static_cast<float>(1 / std::sqrt(static_cast<double>(D))));
     const auto run_segment = HWY_DYNAMIC_DISPATCH(decode_segment);
-#pragma omp parallel for collapse(2) schedule(static) num_threads(threads_for(static_cast <double>(keys * H * D) / 4))
+#pragma omp parallel for collapse(2) schedule(static) num_threads(threads_for(static_cast <double>(keys * H * D) / 8))
     for (int64_t h = 0; h < H; h++)
         for (int64_t segment = 0; segment < used; segment++) {
             const int64_t begin = segment * kSegment, at = h * stride + begin * D;
@@ -220,17 +220,19 @@ void attention_decode(float* out, const float* qkv, const float* key_cache, cons
                 D);
         }
     for (int64_t h = 0; h < H; h++) {
-        float *row = out + h * D, largest = -std::numeric_limits<float>::infinity(), total = 0;
+        const float infinity = std::numeric_limits<float>::infinity();
+        float *row = out + h * D, largest = -infinity, total = 0;
         for (int64_t segment = 0; segment < used; segment++) largest = std::max(largest, *part_of(h, segment).largest);
+        const float reference = largest == -infinity ? 0 : largest;
         std::fill(row, row + D, 0.0f);
         for (int64_t segment = 0; segment < used; segment++) {
             const SegmentPart part = part_of(h, segment);
-            if (*part.sum == 0) continue;  // no key
-            const float weight = std::exp(*part.largest - largest);
+            const float weight = std::exp(*part.largest - reference);
             total += *part.sum * weight;
+            // Also where the weight is 0: a value that is not finite must show.
             for (int64_t c = 0; c < D; c++) row[c] += part.out[c] * weight;
         }
-        const float inverse = total == 0 ? 0 : 1 / total;
+        const float inverse = total == 0 ? 0 : 1 / total;  // 0: a row without a key
         for (int64_t c = 0; c < D; c++) row[c] *= inverse;
     }
 }
