@@ -42,7 +42,7 @@ LDFLAGS += -fsanitize=$(SAN)
 endif
 
 # One program per source file in these folders, named after the file; everything else is the library.
-PROGRAM_SOURCES := $(wildcard data_prep/*.cpp train/*.cpp eval/*.cpp bench/*.cpp)
+PROGRAM_SOURCES := $(wildcard data_prep/*.cpp train/*.cpp eval/*.cpp generate/*.cpp bench/*.cpp)
 MAIN_SOURCES := $(shell grep -l '^int main(.*)' $(PROGRAM_SOURCES) /dev/null 2>/dev/null)
 LIBRARY_SOURCES := $(wildcard src/*.cpp kernels/*.cpp kernels/position/*.cpp kernels/$(BACKEND)/*.cpp models/*.cpp) \
 	$(filter-out $(MAIN_SOURCES),$(PROGRAM_SOURCES))
@@ -107,7 +107,7 @@ $(BUILD)/fuzz_%: $(patsubst %.cpp,$(BUILD)/obj/%.o,test/fuzz/%.cpp test/fuzz_tar
 test: all
 	JETLAG_BUILD=$(BUILD) $(if $(findstring thread,$(SAN)),TSAN_OPTIONS=ignore_noninstrumented_modules=1) $(TESTS) $(if $(FILTER),--gtest_filter='$(FILTER)')
 
-FORMATTED := $(shell find src kernels models train eval data_prep bench test -name '*.cpp' -o -name '*.h' 2>/dev/null)
+FORMATTED := $(shell find src kernels models train eval generate data_prep bench test -name '*.cpp' -o -name '*.h' 2>/dev/null)
 CLANG_FORMAT ?= clang-format
 format:
 	$(CLANG_FORMAT) -i $(FORMATTED)

@@ -357,6 +357,21 @@ void add_attention(std::vector<Case>& cases, const std::string& method, int64_t 
          }});
 }
 
+// One new row over T positions.
+void add_decode(std::vector<Case>& cases, const std::string& method, int64_t T, int64_t D) {
+    const int64_t H = kHeads, C = H * D;
+    const double floats = 2 * static_cast<double>(T * C);
+    cases.push_back({method_row("attention_decode", method, T, 1, fmt::format("D{}", D), 2 * floats, 4 * floats), [=] {
+                         const auto tables = make_tables(method, T, D);
+                         const int64_t side = attention_cache_floats(T, H, D);
+                         const auto workspace = shared_array(attention_decode_workspace_floats(T, H, D), 0);
+                         return Work{rotating({C, 3 * C, side, side}, 1, [=](const Arrays& a) {
+                             attention_decode(a[0].data, a[1].data, a[2].data, a[3].data, tables->rotary,
+                                              tables->lag_bias.data, workspace->data, T - 1, T, H, D);
+                         })};
+                     }});
+}
+
 void add_tables(std::vector<Case>& cases, const std::string& method, int64_t T) {
     const Method* m = find_method(method);
     if (m->rotary != nullptr)
@@ -491,6 +506,9 @@ std::vector<Case> all_cases() {
     for (int64_t D : {24, 64})
         for (const auto& [T, B] : {std::pair<int64_t, int64_t>{512, 8}, {1024, 8}, {8192, 1}, {32768, 1}})
             for (const Method& method : methods()) add_attention(cases, method.name, T, B, D);
+    for (int64_t D : {24, 64})
+        for (int64_t T : {1024, 8192, 32768})
+            for (const char* method : {"rope", "full"}) add_decode(cases, method, T, D);
     for (const Method& method : methods())
         for (int64_t B : {8, 32}) add_training(cases, method.name, 1024, B, 0);
     for (const char* method : {"rope", "full"}) add_training(cases, method, 1024, 8, 1);

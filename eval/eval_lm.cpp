@@ -26,19 +26,6 @@ int64_t parse_targets(const std::string& text) {
     return std::stoll(digits);
 }
 
-// The output files are written last, after minutes of work: say now if one cannot be, or would replace a checkpoint
-// or another output.
-void check_writable(const std::string& option, const std::string& path, const std::vector<std::string>& taken) {
-    if (path.empty()) return;
-    check_output_path(option, path);
-    for (const std::string& other : taken) {
-        if (other.empty() || std::filesystem::is_character_file(path)) continue;
-        const std::filesystem::path file =
-            std::filesystem::is_directory(other) ? checkpoint_file(other) : std::filesystem::path(other);
-        if (same_place(path, file)) fail_usage("{} {}: is taken by {}", option, path, other);
-    }
-}
-
 int run(int argc, char** argv) {
     CLI::App app{"Evaluates checkpoints at several context lengths, side by side."};
     Config defaults;
@@ -79,7 +66,7 @@ int run(int argc, char** argv) {
     std::vector<std::string> taken = checkpoints;
     for (const auto& [option, path] : {std::pair("--csv", csv), std::pair("--json", json),
                                        std::pair("--loss-by-position", by_position), std::pair("--plot", plot)}) {
-        check_writable(option, path, taken);
+        if (!path.empty()) check_output_not_taken(option, path, taken);
         taken.push_back(path);
     }
     if (!plot.empty()) check_gnuplot(plot);

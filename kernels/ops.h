@@ -124,6 +124,23 @@ void attention_backward(float* dqkv, float* dlag_bias, const float* dout, const 
 
 int64_t attention_workspace_floats(int64_t B, int64_t T, int64_t H, int64_t D, bool forward_only = false);
 
+// Attention of one sequence that grows to at most T tokens, for which keys and values are kept: two caches, each of
+// attention_cache_floats(T, H, D) floats in an order of the backend's own. rotary: a table of T positions.
+//
+// Keeps the sheared and rotated keys, and the values, of the positions first .. first + rows - 1.
+//     qkv: (rows, 3, H, D)
+void attention_cache(float* key_cache, float* value_cache, const float* qkv, const RotaryTable& rotary, int64_t first,
+                     int64_t rows, int64_t T, int64_t H, int64_t D);
+int64_t attention_cache_floats(int64_t T, int64_t H, int64_t D);
+
+// The row `position` of attention_forward, over the positions 0 .. position in the caches; costs O(position).
+//     out: (H, D)   qkv: (3, H, D), of which q is read   lag_bias: (H, T) or nullptr
+//     workspace: attention_decode_workspace_floats(T, H, D) floats
+void attention_decode(float* out, const float* qkv, const float* key_cache, const float* value_cache,
+                      const RotaryTable& rotary, const float* lag_bias, float* workspace, int64_t position, int64_t T,
+                      int64_t H, int64_t D);
+int64_t attention_decode_workspace_floats(int64_t T, int64_t H, int64_t D);
+
 // ---------------------------------------------------------------------------------------------------------------
 // The other layers
 
@@ -144,6 +161,9 @@ int64_t layernorm_workspace_floats(int64_t N, int64_t C);
 // out: (N, OC) = inp (N, C) weight^T + bias; weight: (OC, C), bias: (OC).
 void linear_forward(float* out, const float* inp, const float* weight, const float* bias, int64_t N, int64_t C,
                     int64_t OC);
+// The same for one row, out: (OC), inp: (C). It reads the weight as it is, which pays where there is one row only; sums
+// are in another order than those of linear_forward.
+void linear_forward_row(float* out, const float* inp, const float* weight, const float* bias, int64_t C, int64_t OC);
 // dinp: (N, C) =, nullptr if not wanted; dweight: (OC, C) +=; dbias: (OC) +=; dout: (N, OC).
 // workspace: linear_workspace_floats(N, C, OC).
 void linear_backward(float* dinp, float* dweight, float* dbias, const float* dout, const float* inp,

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 #include <new>
+#include <utility>
 
 #include "src/error.h"
 
@@ -291,7 +292,12 @@ double training_flops(const ModelShape& shape, int64_t B, int64_t T) {
     return batch_flops(shape, B, T, 6, 14);
 }
 
-Activations make_activations(const ModelShape& shape, int64_t B, int64_t T, Mode mode, bool with_stats) try {
+static double mebibytes_of(const ActivationSizes& sizes) {
+    return static_cast<double>(sizes.activation_floats + sizes.table_floats + sizes.workspace_floats) * 4 / 1048576;
+}
+
+// Throws std::bad_alloc.
+static Activations allocate_activations(const ModelShape& shape, int64_t B, int64_t T, Mode mode, bool with_stats) {
     Activations acts;
     acts.mode = mode;
     acts.B = B;
@@ -303,13 +309,15 @@ Activations make_activations(const ModelShape& shape, int64_t B, int64_t T, Mode
     acts.targets = DeviceArray<int32_t>(B * T);
     acts.rotary_memory = DeviceArray<float>(rotary_floats(shape, T));
     return acts;
+}
+
+Activations make_activations(const ModelShape& shape, int64_t B, int64_t T, Mode mode, bool with_stats) try {
+    return allocate_activations(shape, B, T, mode, with_stats);
 } catch (const std::bad_alloc&) {
-    const ActivationSizes sizes = activation_sizes(shape, B, T, mode, with_stats);
-    const double floats = static_cast<double>(sizes.activation_floats + sizes.table_floats + sizes.workspace_floats);
     fail(
         "no memory for a batch of {} x {} tokens: {:.0f} MiB wanted (fewer windows at a time need less: "
         "train.accumulate, eval.batch)",
-        B, T, floats * 4 / 1048576);
+        B, T, mebibytes_of(activation_sizes(shape, B, T, mode, with_stats)));
 }
 
 RotaryTable make_rotary_table(const ModelShape& s, float* memory, int64_t T) {
@@ -348,65 +356,98 @@ void lap(OpTimes* times, const char* op) {
 // ---------------------------------------------------------------------------------------------------------------
 // Forward and backward
 
+// One row reads the weight as it is. Which way a dense layer goes depends on all N rows of the batch, not on a chunk of
+// them, since the sums differ in their last bits.
+static void forward_dense(float* out, const float* inp, const float* weight, const float* bias, int64_t rows, int64_t C,
+                          int64_t OC, int64_t N) {
+    if (N == 1)
+        linear_forward_row(out, inp, weight, bias, C, OC);
+    else
+        linear_forward(out, inp, weight, bias, rows, C, OC);
+}
+
+// Attention of block l; with a cache, over the T new tokens and those before.
+static void forward_attention(const ModelShape& s, const BlockTensors& w, Activations& acts, size_t l, int64_t B,
+                              int64_t T, const AttentionRowStats* stats, KeyValueCache* cache) {
+    const BlockActivations& a = acts.blocks[l];
+    const int64_t C = s.embed_dim;
+    OpTimes* times = acts.op_times;
+    if (cache != nullptr) {
+        attention_cache(cache->keys[l], cache->values[l], a.qkv, acts.rotary, cache->length, T, cache->T, s.heads,
+                        s.head_dim);
+        lap(times, "attention cache");
+        for (int64_t t = 0; cache->length > 0 && t < T; t++)
+            attention_decode(a.attention + t * C, a.qkv + t * 3 * C, cache->keys[l], cache->values[l], acts.rotary,
+                             cache->lag_bias[l], cache->workspace.data, cache->length + t, cache->T, s.heads,
+                             s.head_dim);
+        lap(times, "attention decode");
+        if (cache->length > 0) return;
+    }
+    if (a.lag_bias != nullptr) lag_bias_table(a.lag_bias, s.lag_bias, w.lag_bias, T);
+    lap(times, "lag-bias table");
+    attention_forward(a.attention, a.lse, stats, a.qkv, acts.rotary, a.lag_bias, acts.workspace, B, T, s.heads,
+                      s.head_dim, s.exact_skipping ? &acts.skipping : nullptr);
+    lap(times, "attention forward");
+}
+
 // One block; without `to_the_end`, what its backward pass reads.
 static void forward_block(const ModelShape& s, const BlockTensors& w, Activations& acts, size_t l, int64_t B, int64_t T,
-                          const AttentionRowStats* stats, bool to_the_end) {
+                          const AttentionRowStats* stats, bool to_the_end, KeyValueCache* cache = nullptr) {
     const int64_t N = B * T, C = s.embed_dim, mlp = s.mlp_dim;
     const BlockActivations& a = acts.blocks[l];
     const float* in = acts.residual[l];
     float* out = acts.residual[l + 1];
     OpTimes* times = acts.op_times;
-    if (a.lag_bias != nullptr) lag_bias_table(a.lag_bias, s.lag_bias, w.lag_bias, T);
-    lap(times, "lag-bias table");
     for (int64_t n = 0; n < N; n += acts.chunk) {
         const int64_t rows = std::min(acts.chunk, N - n), kept = acts.mode == Mode::inference ? 0 : n;
         float* norm1 = a.norm1 + kept * C;
         layernorm_forward(norm1, a.norm1_mean + n, a.norm1_rstd + n, in + n * C, w.norm1_weight, w.norm1_bias, rows, C);
         lap(times, "layernorm");
-        linear_forward(a.qkv + n * 3 * C, norm1, w.qkv_weight, w.qkv_bias, rows, C, 3 * C);
+        forward_dense(a.qkv + n * 3 * C, norm1, w.qkv_weight, w.qkv_bias, rows, C, 3 * C, N);
         lap(times, "dense forward");
     }
-    attention_forward(a.attention, a.lse, stats, a.qkv, acts.rotary, a.lag_bias, acts.workspace, B, T, s.heads,
-                      s.head_dim, s.exact_skipping ? &acts.skipping : nullptr);
-    lap(times, "attention forward");
+    forward_attention(s, w, acts, l, B, T, stats, cache);
     for (int64_t n = 0; n < N; n += acts.chunk) {
         const int64_t rows = std::min(acts.chunk, N - n), kept = acts.mode == Mode::inference ? 0 : n;
         float *middle = a.middle + n * C, *norm2 = a.norm2 + kept * C;
         float *hidden = a.hidden + kept * mlp, *gelu = a.gelu + kept * mlp;
-        linear_forward(acts.projection, a.attention + n * C, w.out_proj_weight, w.out_proj_bias, rows, C, C);
+        forward_dense(acts.projection, a.attention + n * C, w.out_proj_weight, w.out_proj_bias, rows, C, C, N);
         lap(times, "dense forward");
         residual_forward(middle, in + n * C, acts.projection, rows * C);
         lap(times, "residual");
         layernorm_forward(norm2, a.norm2_mean + n, a.norm2_rstd + n, middle, w.norm2_weight, w.norm2_bias, rows, C);
         lap(times, "layernorm");
-        linear_forward(hidden, norm2, w.mlp0_weight, w.mlp0_bias, rows, C, mlp);
+        forward_dense(hidden, norm2, w.mlp0_weight, w.mlp0_bias, rows, C, mlp, N);
         lap(times, "dense forward");
         gelu_forward(gelu, hidden, rows * mlp);
         lap(times, "gelu");
         if (!to_the_end) continue;
-        linear_forward(acts.projection, gelu, w.mlp2_weight, w.mlp2_bias, rows, mlp, C);
+        forward_dense(acts.projection, gelu, w.mlp2_weight, w.mlp2_bias, rows, mlp, C, N);
         lap(times, "dense forward");
         residual_forward(out + n * C, middle, acts.projection, rows * C);
         lap(times, "residual");
     }
 }
 
-// Everything up to the final LayerNorm.
+// Everything up to the final LayerNorm. With a cache B is 1 and the tokens are those that follow in it.
 static void forward_blocks(const Model& model, Activations& acts, std::span<const int32_t> tokens,
-                           std::span<const int32_t> targets, int64_t B, int64_t T) {
+                           std::span<const int32_t> targets, int64_t B, int64_t T, KeyValueCache* cache = nullptr) {
     const ModelShape& s = model.shape;
     const ModelTensors p = locate(model, model.parameters.data);
     lap(acts.op_times, "between batches");
     copy_to_device(acts.tokens.data, tokens.data(), tokens.size_bytes());
     copy_to_device(acts.targets.data, targets.data(), targets.size_bytes());
-    update_rotary(s, acts, T);
+    if (cache != nullptr)
+        acts.rotary = cache->rotary;
+    else
+        update_rotary(s, acts, T);
     lap(acts.op_times, "batch and rotary table");
     embedding_forward(acts.residual[0], p.embedding, acts.tokens.data, B * T, s.embed_dim);
     lap(acts.op_times, "embedding");
     const AttentionRowStats stats = {acts.entropy, acts.mean_lag};
     for (size_t l = 0; l < acts.blocks.size(); l++) {
         const bool wants_stats = l + 1 == acts.blocks.size() && acts.entropy != nullptr;
-        forward_block(s, p.blocks[l], acts, l, B, T, wants_stats ? &stats : nullptr, true);
+        forward_block(s, p.blocks[l], acts, l, B, T, wants_stats ? &stats : nullptr, true, cache);
     }
 }
 
@@ -416,7 +457,7 @@ static void forward_head(const ModelShape& s, const ModelTensors& p, Activations
     layernorm_forward(acts.norm, acts.norm_mean + first, acts.norm_rstd + first, acts.residual.back() + first * C,
                       p.norm_weight, p.norm_bias, rows, C);
     lap(acts.op_times, "layernorm");
-    linear_forward(acts.logits, acts.norm, p.head_weight, p.head_bias, rows, C, s.vocab);
+    forward_dense(acts.logits, acts.norm, p.head_weight, p.head_bias, rows, C, s.vocab, rows);
     lap(acts.op_times, "dense forward");
 }
 
@@ -546,6 +587,59 @@ double train_batch(const Model& model, Activations& acts, DeviceArray<float>& gr
     embedding_backward(g.embedding, acts.dresidual, acts.tokens.data, N, V, C);
     lap(times, "embedding");
     return mean_of(losses);
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Growing sequences
+
+KeyValueCache make_key_value_cache(const Model& model, int64_t T) {
+    const ModelShape& s = model.shape;
+    const int64_t side = attention_cache_floats(T, s.heads, s.head_dim);
+    const int64_t bias = s.lag_bias.module != nullptr ? s.heads * T : 0;
+    const int64_t floats = s.layers * (2 * side + bias) + rotary_floats(s, T);
+    const int64_t workspace = attention_decode_workspace_floats(T, s.heads, s.head_dim);
+    KeyValueCache cache;
+    cache.T = T;
+    try {
+        cache.memory = DeviceArray<float>(floats);
+        cache.workspace = DeviceArray<float>(workspace);
+    } catch (const std::bad_alloc&) {
+        fail("no memory for the keys and values of {} tokens: {:.0f} MiB wanted", T,
+             static_cast<double>(floats + workspace) * 4 / 1048576);
+    }
+    float* at = cache.memory.data;
+    const auto take = [&at](int64_t n) { return std::exchange(at, at + n); };
+    for (const BlockTensors& block : locate(model, model.parameters.data).blocks) {
+        cache.keys.push_back(take(side));
+        cache.values.push_back(take(side));
+        cache.lag_bias.push_back(bias > 0 ? take(bias) : nullptr);
+        if (bias > 0) lag_bias_table(cache.lag_bias.back(), s.lag_bias, block.lag_bias, T);
+    }
+    cache.rotary = make_rotary_table(s, at, T);
+    return cache;
+}
+
+std::vector<float> extend_sequence(const Model& model, KeyValueCache& cache, std::span<const int32_t> tokens) {
+    const ModelShape& s = model.shape;
+    const int64_t rows = std::ssize(tokens);
+    if (rows < 1 || rows > cache.T - cache.length)
+        fail("{} more tokens for a sequence of {} of {} tokens (wanted 1 to {})", rows, cache.length, cache.T,
+             cache.T - cache.length);
+    if (cache.acts.T != rows) {
+        cache.acts = {};  // before the next ones are made
+        try {
+            cache.acts = allocate_activations(s, 1, rows, Mode::inference, false);
+        } catch (const std::bad_alloc&) {
+            fail("no memory for {} tokens at once: {:.0f} MiB wanted", rows,
+                 mebibytes_of(activation_sizes(s, 1, rows, Mode::inference, false)));
+        }
+    }
+    forward_blocks(model, cache.acts, tokens, {}, 1, rows, &cache);
+    cache.length += rows;
+    forward_head(s, locate(model, model.parameters.data), cache.acts, rows - 1, 1);
+    std::vector<float> logits(static_cast<size_t>(s.vocab));
+    copy_to_host(logits.data(), cache.acts.logits, logits.size() * sizeof(float));
+    return logits;
 }
 
 std::string first_nonfinite_tensor(const Model& model, const Activations& acts, const DeviceArray<float>* gradients,

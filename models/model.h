@@ -146,6 +146,26 @@ double train_batch(const Model& model, Activations& acts, DeviceArray<float>& gr
                    std::span<const int32_t> tokens, std::span<const int32_t> targets, int64_t B, int64_t T,
                    double loss_scale);
 
+// The keys and values of one sequence that grows, so that a new token costs one row of the model. The total length is
+// fixed ahead, because rotary tables depend on it: those of pi, ntk and yarn stretch with it.
+struct KeyValueCache {
+    int64_t T = 0;       // the total length
+    int64_t length = 0;  // tokens so far
+    DeviceArray<float> memory, workspace;
+    std::vector<float*> keys, values;  // of each block, attention_cache_floats(T, H, D) floats
+    std::vector<float*> lag_bias;      // of each block, (H, T); nullptr without a lag bias
+    RotaryTable rotary;                // of T positions
+    Activations acts;                  // of the tokens that came last
+};
+
+// An empty cache, its tables made. Errors: no memory, saying how much was wanted.
+KeyValueCache make_key_value_cache(const Model& model, int64_t T);
+
+// Appends tokens (at least 1, at most T - length) and returns the logits (V) of the last one. They are those of a
+// forward pass over the whole sequence with the tables of length T. The first tokens of a sequence go through the
+// model together; later ones one row of attention at a time. Errors: no memory, saying how much was wanted.
+std::vector<float> extend_sequence(const Model& model, KeyValueCache& cache, std::span<const int32_t> tokens);
+
 // The first tensor, in the order of computation, that holds a NaN or an infinity after train_batch on a batch of
 // B x T: "parameter NAME", "activation NAME" or "gradient NAME"; "" if there is none.
 std::string first_nonfinite_tensor(const Model& model, const Activations& acts, const DeviceArray<float>* gradients,

@@ -27,8 +27,9 @@ TEST(Bench, ListsEveryOpAndEveryMethod) {
     const auto lists = [&names](const std::string& name) {
         return std::find(names.begin(), names.end(), name) != names.end();
     };
-    for (const char* op : {"linear_forward/qkv/N8192", "linear_backward/mlp.2/N32768", "layernorm_backward/N8192",
-                           "gelu_forward/N8192", "cross_entropy/N8192", "embedding_backward/N8192", "adamw/n199408"})
+    for (const char* op :
+         {"linear_forward/qkv/N8192", "linear_backward/mlp.2/N32768", "layernorm_backward/N8192", "gelu_forward/N8192",
+          "attention_decode/full/T32768/D24", "cross_entropy/N8192", "embedding_backward/N8192", "adamw/n199408"})
         EXPECT_TRUE(lists(op)) << op;
     for (const Method& method : methods()) {
         for (const char* rest : {"T512/B8/D24", "T1024/B8/D24", "T8192/B1/D24", "T32768/B1/D64"})

@@ -1,7 +1,9 @@
 // Dense layers: three products with the shared multiply-add loop (micro-inl.h), by chunks of rows.
 //
 // The weight is packed once per call into panels of tile_lanes() columns. A chunk of rows then runs through all
-// panels; in backward the chunk of dout, fresh in the second-level cache, serves dinp, dweight and dbias in one go.
+// panels; in backward the chunk of dout, fresh in the second-level cache, serves dinp, dweight and dbias in one go. A
+// single row would take longer to pack for than to multiply: there each output is a product of two rows, with the
+// channels in lanes.
 //
 // Arithmetic: 2 C OC operations a row forward, 4 C OC backward. Bound by the multiply-add units; but at C = 96 a row of
 // qkv is 55 KFLOP for 1.5 KB, so that from memory both ceilings are near. Chunks are cut by N alone and partial sums of
@@ -110,6 +112,33 @@ void multiply_panels(float* out, const float* a, const float* panels, const floa
     }
 }
 
+// Outputs begin .. end - 1 of a single row, four at a time.
+void multiply_row(float* out, const float* inp, const float* weight, const float* bias, int64_t C, int64_t begin,
+                  int64_t end) {
+    constexpr int kOutputs = 4;
+    const D32 d;
+    const int64_t N = lane_count();
+    for (int64_t o = begin; o < end; o += kOutputs) {
+        // At the end the last rows are taken once more.
+        const float* rows[kOutputs];
+        Vec sums[kOutputs];
+        for (int i = 0; i < kOutputs; i++) {
+            rows[i] = weight + std::min(o + i, end - 1) * C;
+            sums[i] = hn::Zero(d);
+        }
+        int64_t c = 0;
+        for (; c + N <= C; c += N) {
+            const Vec factor = hn::LoadU(d, inp + c);
+            for (int i = 0; i < kOutputs; i++) sums[i] = hn::MulAdd(factor, hn::LoadU(d, rows[i] + c), sums[i]);
+        }
+        for (int i = 0; i < kOutputs && o + i < end; i++) {
+            float sum = hn::GetLane(hn::SumOfLanes(d, sums[i]));
+            for (int64_t rest = c; rest < C; rest++) sum += inp[rest] * rows[i][rest];
+            out[o + i] = bias[o + i] + sum;
+        }
+    }
+}
+
 void backward_rows(const LinearBackward& layer, const LinearSums& sums, int64_t begin, int64_t end) {
     const int64_t C = layer.C, OC = layer.OC, width = padded_width(C);
     std::fill(sums.dweight, sums.dweight + OC * width, 0.0f);
@@ -153,6 +182,7 @@ namespace jetlag {
 HWY_EXPORT(padded_width);
 HWY_EXPORT(pack_panels);
 HWY_EXPORT(multiply_panels);
+HWY_EXPORT(multiply_row);
 HWY_EXPORT(backward_rows);
 
 static constexpr int64_t kChunkRows = 96;  // of forward
@@ -169,6 +199,14 @@ void linear_forward(float* out, const float* inp, const float* weight, const flo
     num_threads(threads_for(static_cast <double>(N * C) * static_cast <double>(OC) / 16))
     for (int64_t begin = 0; begin < N; begin += kChunkRows)
         multiply_rows(out + begin * OC, inp + begin * C, packed.data(), init, std::min(kChunkRows, N - begin), C, OC);
+}
+
+void linear_forward_row(float* out, const float* inp, const float* weight, const float* bias, int64_t C, int64_t OC) {
+    constexpr int64_t kSpan = 64;  // outputs of a thread at a time
+    const auto multiply_span = HWY_DYNAMIC_DISPATCH(multiply_row);
+#pragma omp parallel for schedule(static) num_threads(threads_for(static_cast <double>(C * OC) / 16))
+    for (int64_t begin = 0; begin < OC; begin += kSpan)
+        multiply_span(out, inp, weight, bias, C, begin, std::min(OC, begin + kSpan));
 }
 
 int64_t linear_workspace_floats(int64_t N, int64_t C, int64_t OC) {
