@@ -57,7 +57,7 @@ FUZZERS := $(patsubst test/fuzz/%.cpp,$(BUILD)/fuzz_%,$(FUZZ_SOURCES))
 OBJECTS := $(patsubst %.cpp,$(BUILD)/obj/%.o,$(LIBRARY_SOURCES) $(MAIN_SOURCES) $(TEST_SOURCES) $(FUZZ_SOURCES))
 
 # In parallel even when nobody asks: as many jobs as cores.
-ifeq ($(filter -j%,$(MAKEFLAGS)),)
+ifeq ($(filter -j% --jobserver%,$(MAKEFLAGS)),)
 MAKEFLAGS += -j$(shell nproc)
 endif
 

@@ -1,8 +1,11 @@
 // generate: continues a prompt with tokens drawn from a trained model, one at a time.
+#include <fmt/ranges.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
-#include <sys/stat.h>
-
+#include <algorithm>
+#include <array>
+#include <bit>
 #include <cerrno>
 #include <charconv>
 #include <chrono>
@@ -10,12 +13,16 @@
 #include <csignal>
 #include <cstdio>
 #include <cstring>
+#include <fstream>
+#include <optional>
 
+#include "data_prep/midi_tokens.h"
 #include "generate/sampling.h"
 #include "models/checkpoint.h"
 #include "src/command_line.h"
 #include "src/error.h"
 #include "src/files.h"
+#include "src/midi.h"
 
 namespace jetlag {
 namespace {
@@ -65,19 +72,76 @@ double parse_real(const char* option, const std::string& text, bool (*is_good)(d
     return value;
 }
 
-// The bytes of the one prompt option that was given.
-std::string read_prompt(const CLI::App& app, const std::string& text, const std::string& file) {
-    if (app.count("--prompt") + app.count("--prompt-file") != 1)
-        fail_usage("wanted one of --prompt and --prompt-file, found {}",
-                   app.count("--prompt") == 0 ? "neither" : "both");
-    const bool is_file = app.count("--prompt-file") > 0;
-    if (is_file && (!std::filesystem::exists(file) || std::filesystem::is_directory(file)))
-        fail_usage("--prompt-file {}: {}", file,
-                   std::filesystem::exists(file) ? "is a folder (wanted a file)" : "no such file");
-    const std::string bytes = is_file ? read_file(file) : text;
+// Where the prompt comes from: one of the three.
+struct PromptSource {
+    std::string text, file, midi;
+    std::optional<int64_t> tokens;  // only so many, from the first on
+};
+
+void check_prompt(const CLI::App& app, const PromptSource& source) {
+    const std::array<const char*, 3> options = {"--prompt", "--prompt-file", "--prompt-midi"};
+    std::vector<std::string> given;
+    for (const char* option : options)
+        if (app.count(option) > 0) given.push_back(option);
+    if (given.size() != 1)
+        fail_usage("wanted one of --prompt, --prompt-file and --prompt-midi, found {}",
+                   given.empty() ? "none" : fmt::format("{}", fmt::join(given, " and ")));
+    if (given[0] == "--prompt") return;
+    const std::string& path = given[0] == "--prompt-file" ? source.file : source.midi;
+    if (!std::filesystem::exists(path)) fail_usage("{} {}: no such file", given[0], path);
+    if (std::filesystem::is_directory(path)) fail_usage("{} {}: is a folder (wanted a file)", given[0], path);
+}
+
+// The events of a MIDI file, as many as `room` tokens hold, in the format of the model's corpus.
+std::string midi_prompt(const std::string& path, TokenOptions options, int64_t room) {
+    const std::string bytes = read_file(path);
+    const MidiFile midi =
+        read_midi({reinterpret_cast<const uint8_t*>(bytes.data()), bytes.size()}, path, MidiMode::lenient);
+    for (int i = 0; i < kMidiRepairs; i++)
+        if (const MidiRepair repair = static_cast<MidiRepair>(i); midi.repairs[repair] > 0)
+            fmt::print(stderr, "generate: {}: repaired: {} {}\n", path, midi.repairs[repair], midi_repair_name(repair));
+    options.max_events = room;  // an event has a token or more
+    TokenCounts counts;
+    std::vector<StreamEvent> events = stream_events(midi, path, options, counts);
+    const size_t all = events.size();
+    // The piece goes on: no line break after the last event, but what stands between two.
+    const auto encode = [&](size_t count) {
+        std::string text =
+            encode_piece("", {events.begin(), events.begin() + static_cast<ptrdiff_t>(count)}, options.format);
+        if (options.format == TokenFormat::text) text.back() = ' ';
+        return text;
+    };
+    size_t fits = 0;
+    for (size_t step = std::bit_floor(all); step > 0; step /= 2)
+        if (fits + step <= all && std::ssize(encode(fits + step)) <= room) fits += step;
+    if (fits == 0)
+        fail("--prompt-midi {}: {}", path,
+             all == 0 ? "holds no event of the kinds that the corpus has"
+                      : fmt::format("its first event does not fit into {} tokens", room));
+    std::string prompt = encode(fits);
+    fmt::print(stderr, "generate: the prompt is the first {} events of {}, {} tokens\n", fits, path, prompt.size());
+    return prompt;
+}
+
+// The bytes of the prompt; at most `room` of a MIDI file's.
+std::string read_prompt(const PromptSource& source, const TokenOptions& options, int64_t room) {
+    if (!source.midi.empty()) return midi_prompt(source.midi, options, std::min(room, source.tokens.value_or(room)));
+    std::string bytes = source.file.empty() ? source.text : read_file(source.file);
     if (bytes.empty())
-        fail_usage("{}: is empty (wanted at least one byte)", is_file ? "--prompt-file " + file : "--prompt");
+        fail_usage("{}: is empty (wanted at least one byte)",
+                   source.file.empty() ? "--prompt" : "--prompt-file " + source.file);
+    if (source.tokens && *source.tokens < std::ssize(bytes)) bytes.resize(static_cast<size_t>(*source.tokens));
     return bytes;
+}
+
+// How the model's stream writes MIDI: as the corpus that it was trained on does, if that is still there.
+std::optional<TokenOptions> corpus_options(const std::string& corpus) {
+    std::ifstream file(corpus, std::ios::binary);
+    std::string beginning(1 << 16, '\0');
+    file.read(beginning.data(), std::ssize(beginning));
+    beginning.resize(static_cast<size_t>(file.gcount()));
+    if (beginning.empty()) return std::nullopt;
+    return stream_options(corpus, beginning);
 }
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -140,14 +204,34 @@ Continuation continue_prompt(const Checkpoint& checkpoint, const std::string& pr
     return result;
 }
 
+// Writes what the tokens mean as a MIDI file. Returns what is wrong with it; "" if nothing.
+std::string write_midi_file(const std::string& path, const std::string& tokens, const TokenOptions& options) {
+    const DecodedStream decoded = decode_stream(tokens, options.format);
+    int64_t events = 0;
+    for (const StreamPiece& piece : decoded.pieces) events += std::ssize(piece.events);
+    if (decoded.dropped > 0)
+        fmt::print(stderr, "generate: --midi: dropped {} malformed tokens, the first {}\n", decoded.dropped,
+                   decoded.first_dropped);
+    if (events == 0) return fmt::format("--midi {}: not written, the tokens hold no event", path);
+    const MidiFile midi = pieces_to_midi(decoded.pieces, options.grid_ms, path);
+    write_file_atomically(path, write_midi(midi, path));
+    fmt::print(stderr, "generate: {}: {} events, {:.1f} s at {} ms a step\n", path, events,
+               static_cast<double>(midi.tracks[0].last_tick) * options.grid_ms / 1000, options.grid_ms);
+    return "";
+}
+
 int run(int argc, char** argv) {
     CLI::App app{"Continues a prompt with tokens (bytes) drawn from a trained model."};
     Config defaults;
-    std::string path, prompt_text, prompt_file, tokens = "256", temperature = "1", top_k, top_p = "1", seed = "0", out;
+    PromptSource source;
+    std::string path, prompt_tokens, tokens = "256", temperature = "1", top_k, top_p = "1", seed = "0", out, midi;
     std::vector<std::string> overrides;
     app.add_option("RUN_OR_CHECKPOINT", path, "run folder or safetensors file")->required();
-    app.add_option("--prompt", prompt_text, "the text to continue");
-    app.add_option("--prompt-file", prompt_file, "a file with the text to continue");
+    app.add_option("--prompt", source.text, "the text to continue");
+    app.add_option("--prompt-file", source.file, "a file with the text to continue");
+    app.add_option("--prompt-midi", source.midi,
+                   "a MIDI file to continue, for a model of a corpus that prepare_midi made: as many events as fit");
+    app.add_option("--prompt-tokens", prompt_tokens, "take only so many tokens of the prompt, from its beginning");
     app.add_option("--tokens", tokens,
                    fmt::format("how many tokens to draw; with the prompt at most {} (default: 256)", kMaxTokens));
     app.add_option("--temperature", temperature,
@@ -156,6 +240,7 @@ int run(int argc, char** argv) {
     app.add_option("--top-p", top_p, "draw from the likeliest tokens that together have this probability (default: 1)");
     app.add_option("--seed", seed, "seed of the draws (default: 0)");
     app.add_option("--out", out, "at the end also write prompt and continuation to this file");
+    app.add_option("--midi", midi, "at the end also write prompt and continuation as a MIDI file");
     app.add_option(
            "--set", overrides,
            "KEY=VALUE over the checkpoint's configuration; repeatable. A VALUE {...} replaces the whole section KEY")
@@ -173,14 +258,25 @@ int run(int argc, char** argv) {
         "--top-p", top_p, [](double x) { return x > 0 && x <= 1; }, "a number above 0 and at most 1");
     if (app.count("--top-k") > 0) sampling.top_k = parse_whole("--top-k", top_k, 1, kMany);
     const uint64_t seed_value = static_cast<uint64_t>(parse_whole("--seed", seed, 0, kMany));
-    if (app.count("--out") > 0 && out.empty()) fail_usage("--out: is empty (wanted a file)");
-    if (!out.empty()) check_output_not_taken("--out", out, {path});
-    const std::string prompt = read_prompt(app, prompt_text, prompt_file);
+    if (app.count("--prompt-tokens") > 0) source.tokens = parse_whole("--prompt-tokens", prompt_tokens, 1, kMaxTokens);
+    check_prompt(app, source);
+    std::vector<std::string> taken = {path, source.file, source.midi};
+    for (const auto& [option, output] : {std::pair("--out", out), std::pair("--midi", midi)}) {
+        if (app.count(option) > 0 && output.empty()) fail_usage("{}: is empty (wanted a file)", option);
+        if (!output.empty()) check_output_not_taken(option, output, taken);
+        taken.push_back(output);
+    }
+    const Checkpoint checkpoint = load_checkpoint(path, overrides);
+    const std::optional<TokenOptions> options = corpus_options(checkpoint.config.data.corpus);
+    if (!options && (!source.midi.empty() || !midi.empty()))
+        fmt::print(stderr,
+                   "generate: note: the corpus is not at {} (--set data.corpus=PATH): MIDI as text, {} ms a step\n",
+                   checkpoint.config.data.corpus, TokenOptions().grid_ms);
+    const std::string prompt = read_prompt(source, options.value_or(TokenOptions()), kMaxTokens - count);
     const int64_t total = std::ssize(prompt) + count;
     if (total > kMaxTokens)
         fail_usage("a prompt of {} tokens and --tokens {} make {} tokens (wanted at most {})", prompt.size(), count,
                    total, kMaxTokens);
-    const Checkpoint checkpoint = load_checkpoint(path, overrides);
     const ModelShape& shape = checkpoint.model.shape;
     if (depends_on_length(shape.rotary, total))
         fmt::print(stderr, "generate: note: rotary kind {} depends on the total length, fixed ahead at {} tokens\n",
@@ -189,16 +285,20 @@ int run(int argc, char** argv) {
     catch_signals();
     const Continuation result = continue_prompt(checkpoint, prompt, count, sampling, seed_value);
     const std::string all = prompt + result.bytes;
-    // Nothing drawn is no reason to replace a file.
-    const bool writes = !out.empty() && !result.bytes.empty();
-    if (writes) write_file_atomically(out, all);
     if (isatty(STDOUT_FILENO) && isatty(STDERR_FILENO) && !all.ends_with('\n')) fmt::print(stderr, "\n");
+    // Nothing drawn is no reason to replace a file.
+    const bool writes = !result.bytes.empty();
+    if (writes && !out.empty()) write_file_atomically(out, all);
+    std::string midi_fault;
+    if (writes && !midi.empty()) midi_fault = write_midi_file(midi, all, options.value_or(stream_options("", all)));
     if (!result.fault.empty())
-        fail("{} after {} of {} tokens{}", result.fault, result.bytes.size(), count,
-             writes ? "; prompt and tokens are in " + out : "");
+        fail("{} after {} of {} tokens{}{}", result.fault, result.bytes.size(), count,
+             writes && !out.empty() ? "; prompt and tokens are in " + out : "",
+             midi_fault.empty() ? "" : "; " + midi_fault);
     fmt::print(stderr, "generate: {} tokens, {:.0f} tokens/s, after a prompt of {} tokens in {:.2f} s\n",
                result.bytes.size(), static_cast<double>(result.bytes.size()) / result.seconds, prompt.size(),
                result.prompt_seconds);
+    if (!midi_fault.empty()) fail("{}", midi_fault);
     return kExitGood;
 }
 

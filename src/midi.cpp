@@ -124,7 +124,7 @@ template <typename... Args>
 }
 
 [[noreturn]] void refuse_end(const Reader& r) {
-    refuse(r, r.bytes.size(), "the file ends early, inside an event, a header or a chunk");
+    refuse(r, r.bytes.size(), "the file ends early");
 }
 
 uint8_t read_byte(Reader& r) {
@@ -246,8 +246,10 @@ void read_meta(Reader& r, MidiTrack& track, TrackState& state, size_t begin) {
     const std::string fault = meta_fault(type, payload);
     if (r.is_strict() && !fault.empty()) refuse(r, begin, "meta event 0x{:02x} {}", type, fault);
     const int length = meta_length(type);
-    if (!r.is_strict() && (!fault.empty() || (length >= 0 && payload.size() != static_cast<size_t>(length))))
-        r.repairs[kMetaWrong]++;
+    // A sequence number and a port may be empty: many files have them so.
+    const bool is_known_form = length < 0 || payload.size() == static_cast<size_t>(length) ||
+                               (payload.empty() && (type == 0x00 || type == 0x21));
+    if (!r.is_strict() && (!fault.empty() || !is_known_form)) r.repairs[kMetaWrong]++;
     append_midi_event(track, state.tick, kMetaStatus, payload, type);
     if (type == kMetaEndOfTrack) state.has_ended = true;
 }

@@ -10,11 +10,13 @@
 #include <map>
 #include <thread>
 
+#include "data_prep/midi_tokens.h"
 #include "generate/sampling.h"
 #include "models/checkpoint.h"
 #include "src/error.h"
 #include "src/files.h"
 #include "test/kernel_support.h"
+#include "test/midi_support.h"
 #include "test/reference/reference.h"
 #include "test/support.h"
 
@@ -564,12 +566,18 @@ TEST(Generate, WrongInputs) {
         Texts parts;
     } cases[] = {
         {{}, {"RUN_OR_CHECKPOINT", "see --help"}},
-        {{model}, {"wanted one of --prompt and --prompt-file, found neither"}},
-        {{model, "--prompt", "a", "--prompt-file", long_prompt}, {"--prompt and --prompt-file, found both"}},
+        {{model}, {"wanted one of --prompt, --prompt-file and --prompt-midi, found none"}},
+        {{model, "--prompt", "a", "--prompt-file", long_prompt}, {"--prompt-midi, found --prompt and --prompt-file"}},
         {{model, "--prompt", ""}, {"--prompt: is empty (wanted at least one byte)"}},
         {{model, "--prompt-file", w.path("empty")}, {"--prompt-file " + w.path("empty") + ": is empty"}},
         {{model, "--prompt-file", w.path("no")}, {"--prompt-file " + w.path("no") + ": no such file"}},
         {{model, "--prompt-file", folder}, {"--prompt-file " + folder + ": is a folder (wanted a file)"}},
+        {{model, "--prompt-midi", w.path("no.mid")}, {"--prompt-midi " + w.path("no.mid") + ": no such file"}},
+        {{model, "--prompt", "a", "--prompt-tokens", "0"}, {"--prompt-tokens: found 0, wanted a whole number from 1"}},
+        {{model, "--prompt", "a", "--midi", folder}, {"--midi " + folder}},
+        {{model, "--prompt", "a", "--out", w.path("o"), "--midi", w.path("o")},
+         {"--midi " + w.path("o") + ": is taken"}},
+        {{model, "--prompt-midi", long_prompt, "--midi", long_prompt}, {"--midi " + long_prompt + ": is taken"}},
         {{w.path("no"), "--prompt", "a"}, {w.path("no") + ": no such file or folder (wanted a run folder, or a"}},
         {{folder, "--prompt", "a"}, {folder + ": a folder without checkpoint.safetensors"}},
         {{model, "--prompt", "a", "--tokens", "-1"}, {"--tokens: found -1, wanted a whole number from 1 to 32768"}},
@@ -601,6 +609,81 @@ TEST(Generate, WrongInputs) {
         expect_error(result, "generate", kExitUsage, c.parts);
         EXPECT_EQ(result.out, "");
     }
+}
+
+TEST(Generate, TakesTheBeginningOfAPrompt) {
+    const Workshop w;
+    const std::string model = w.save("model", {});
+    write_file_atomically(w.path("prompt"), "abcdef");
+    EXPECT_EQ(generated({model, "--prompt-file", w.path("prompt"), "--prompt-tokens", "3", "--tokens", "20"}),
+              generated({model, "--prompt", "abc", "--tokens", "20"}));
+    EXPECT_EQ(generated({model, "--prompt", "abc", "--prompt-tokens", "9", "--tokens", "20"}),
+              generated({model, "--prompt", "abc", "--tokens", "20"}));
+}
+
+// A corpus of each format; a model of it, which knows nothing yet; a MIDI file to go on from.
+TEST(Generate, GoesFromMidiToMidi) {
+    const Workshop w;
+    std::string notes;
+    for (int i = 0; i < 40; i++)
+        notes += hex("00 90") + static_cast<char>(30 + i) + hex("40 30 80") + static_cast<char>(30 + i) + hex("00");
+    write_file_atomically(w.path("a.mid"), one_track(hex("00 c0 05") + notes + hex("00 ff 2f 00")));
+    const std::string opening = "d000.pg005.c0 d000.on030.v064.c0 d025.off030.c0 d000.on031.v064.c0 ";
+    for (const char* format : {"text", "binary"}) {
+        SCOPED_TRACE(format);
+        const std::string corpus = w.path(std::string("corpus.") + format);
+        ASSERT_EQ(run_program("prepare_midi", {"files", w.path("a.mid"), "--format", format, "--grid-ms", "10",
+                                               "--include-programs", "--out", corpus})
+                      .exit_code,
+                  0);
+        const std::string model = w.save("model", {"data.corpus=" + corpus}), midi = w.path("b.mid");
+        const bool is_text = std::string(format) == "text";
+        const ProgramResult result =
+            run_program("generate", {model, "--prompt-midi", w.path("a.mid"), "--prompt-tokens", is_text ? "70" : "12",
+                                     "--tokens", "200", "--midi", midi, "--out", w.path("out")});
+        ASSERT_EQ(result.exit_code, 0) << result.err;
+        EXPECT_EQ(read_file(w.path("out")), (is_text ? opening : hex("a3 a2 05 90 1e cc a0 1e 90 1f")) + result.out);
+        EXPECT_NE(result.err.find("the prompt is the first 4 events of "), std::string::npos) << result.err;
+        EXPECT_NE(result.err.find("malformed tokens, the first "), std::string::npos) << result.err;
+        EXPECT_NE(result.err.find(" s at 10 ms a step"), std::string::npos) << result.err;
+        const std::string bytes = read_file(midi);
+        const MidiFile file = read_midi(bytes_of(bytes), midi, MidiMode::strict);
+        TokenOptions options;
+        options.grid_ms = 10;
+        options.programs = true;
+        options.max_events = 4;
+        TokenCounts counts;
+        const std::string text = encode_piece("", stream_events(file, midi, options, counts), TokenFormat::text);
+        EXPECT_EQ(text, is_text ? opening.substr(0, opening.size() - 1) + "\n"
+                                : "d000.pg005.c0 d000.on030.v066.c0 d025.off030.c0 d000.on031.v066.c0\n");
+
+        EXPECT_GT(loudest_sample_played(midi).value_or(32767), 500);
+        // All of it fits where more tokens are taken.
+        const ProgramResult whole = run_program("generate", {model, "--prompt-midi", w.path("a.mid"), "--tokens", "1"});
+        EXPECT_NE(whole.err.find("the prompt is the first 81 events of "), std::string::npos) << whole.err;
+    }
+}
+
+TEST(Generate, SaysWhatIsWrongWithMidi) {
+    const Workshop w;
+    const std::string model = w.save("model", {"data.corpus=" + w.path("gone")});
+    write_file_atomically(w.path("a.mid"), "nothing");
+    const auto fails = [&](const Texts& arguments, const std::string& part) {
+        Texts all = {model, "--tokens", "5"};
+        all.insert(all.end(), arguments.begin(), arguments.end());
+        const ProgramResult result = run_program("generate", all);
+        EXPECT_EQ(result.exit_code, kExitFailed);
+        EXPECT_NE(result.err.find(part), std::string::npos) << result.err;
+        EXPECT_NE(result.err.find("generate: note: the corpus is not at " + w.path("gone")), std::string::npos)
+            << result.err;
+    };
+    fails({"--prompt-midi", w.path("a.mid")}, "a.mid: byte 7: the file ends early");
+    write_file_atomically(w.path("a.mid"), one_track(hex("00 ff 2f 00")));
+    fails({"--prompt-midi", w.path("a.mid")}, "a.mid: holds no event of the kinds that the corpus has");
+    write_file_atomically(w.path("a.mid"), one_track(hex("00 90 3c 40 00 ff 2f 00")));
+    fails({"--prompt-midi", w.path("a.mid"), "--prompt-tokens", "5"}, "its first event does not fit into 5 tokens");
+    fails({"--prompt", "abc", "--midi", w.path("b.mid")}, "b.mid: not written, the tokens hold no event");
+    EXPECT_FALSE(std::filesystem::exists(w.path("b.mid")));
 }
 
 TEST(Generate, LogitsThatAreNotFinite) {
