@@ -57,12 +57,13 @@ FUZZERS := $(patsubst test/fuzz/%.cpp,$(BUILD)/fuzz_%,$(FUZZ_SOURCES))
 OBJECTS := $(patsubst %.cpp,$(BUILD)/obj/%.o,$(LIBRARY_SOURCES) $(MAIN_SOURCES) $(TEST_SOURCES) $(FUZZ_SOURCES))
 
 # In parallel even when nobody asks: as many jobs as cores.
-ifeq ($(filter -j% --jobserver%,$(MAKEFLAGS)),)
+ifeq ($(MAKELEVEL)$(filter -j%,$(MAKEFLAGS)),0)
 MAKEFLAGS += -j$(shell nproc)
 endif
 
 .PHONY: all programs test fuzz fuzzers format check-format clean help FORCE
 .DEFAULT_GOAL := all
+.SECONDARY: $(OBJECTS)
 
 all: programs $(TESTS)
 programs: $(PROGRAMS)
