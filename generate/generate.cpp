@@ -10,7 +10,6 @@
 #include <charconv>
 #include <chrono>
 #include <cmath>
-#include <csignal>
 #include <cstdio>
 #include <cstring>
 #include <fstream>
@@ -22,29 +21,13 @@
 #include "src/command_line.h"
 #include "src/error.h"
 #include "src/files.h"
+#include "src/interrupt.h"
 #include "src/midi.h"
 
 namespace jetlag {
 namespace {
 
 constexpr int64_t kMaxTokens = 32768;  // of prompt and continuation together
-
-volatile std::sig_atomic_t caught_signal = 0;
-
-// The first signal asks the loop to stop and keep what there is; a second one has its default action. A broken pipe
-// (the output went to `head`) shows as a failed write, every time.
-void on_signal(int signal) {
-    caught_signal = signal;
-}
-
-void catch_signals() {
-    for (int signal : {SIGINT, SIGTERM, SIGHUP, SIGPIPE}) {
-        struct sigaction action = {};
-        action.sa_handler = on_signal;
-        action.sa_flags = (signal == SIGPIPE ? 0 : static_cast<int>(SA_RESETHAND)) | SA_RESTART;
-        sigaction(signal, &action, nullptr);
-    }
-}
 
 double seconds_since(std::chrono::steady_clock::time_point start) {
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();

@@ -1,5 +1,5 @@
-// Helpers of the kernel tests: device memory with a guard behind it, random values, comparisons, and loops over SIMD
-// targets and thread counts.
+// Helpers of the kernel and model tests: device memory with a guard behind it, random values, comparisons, and loops
+// over SIMD targets and thread counts.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "kernels/ops.h"
+#include "models/model.h"
 #include "src/random.h"
 
 namespace jetlag::test {
@@ -129,6 +130,17 @@ inline void expect_same_for_every_thread_count(const std::function<std::vector<F
         for (size_t i = 0; i < want.size(); i++)
             EXPECT_TRUE(same_bits(found[i], want[i])) << "result " << i << " with " << threads << " threads";
     }
+}
+
+// The model of a method with parameters drawn from a fixed seed. `overrides` are KEY=VALUEs.
+inline Model make_small_model(const std::string& method, const std::vector<std::string>& overrides) {
+    std::vector<Setting> settings;
+    add_overrides(settings, {"model.position=" + method});
+    add_overrides(settings, overrides);
+    Model model = make_model(model_shape(make_config(settings)));
+    TorchGenerator generator = make_generator(3);
+    initialize_model(model, generator);
+    return model;
 }
 
 }  // namespace jetlag::test

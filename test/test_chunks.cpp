@@ -12,16 +12,7 @@ namespace jetlag {
 namespace {
 
 using test::Floats;
-
-Model make_small_model(const std::string& method, const std::vector<std::string>& overrides) {
-    std::vector<Setting> settings;
-    add_overrides(settings, {"model.position=" + method});
-    add_overrides(settings, overrides);
-    Model model = make_model(model_shape(make_config(settings)));
-    TorchGenerator generator = make_generator(3);
-    initialize_model(model, generator);
-    return model;
-}
+using test::make_small_model;
 
 struct Step {
     Floats loss, gradients;

@@ -228,14 +228,9 @@ TEST(LinearRow, MatchesReference) {
 
 // ------------------------------------------------------------------------------------------------ the model
 
-Model make_small_model(const std::string& method, const Texts& overrides) {
-    std::vector<Setting> settings;
-    add_overrides(settings, {"model.position=" + method});
-    add_overrides(settings, overrides);
-    Model model = make_model(model_shape(make_config(settings)));
-    TorchGenerator generator = make_generator(3);
-    initialize_model(model, generator);
-    // Lag biases and scores that matter: at the start zetas are small and attention is nearly flat.
+// Lag biases and scores that matter: at the start zetas are small and attention is nearly flat.
+Model make_sharp_model(const std::string& method, const Texts& overrides) {
+    Model model = make_small_model(method, overrides);
     for (const ParameterInfo& info : model.layout)
         for (int64_t i = 0; i < info.size; i++) {
             if (info.name.find("zeta") != std::string::npos) model.parameters.data[info.offset + i] *= 30;
@@ -288,7 +283,7 @@ TEST(Growing, SameLogitsAsTheWholePass) {
     const int64_t T = 150;
     for (const Method& method : methods()) {
         SCOPED_TRACE(method.name);
-        const Model model = make_small_model(method.name, kSmall);
+        const Model model = make_sharp_model(method.name, kSmall);
         TorchGenerator generator = make_generator(4);
         const std::vector<int32_t> tokens = random_tokens(generator, T, model.shape.vocab);
         const Floats want = whole_pass(model, tokens, T);
@@ -302,7 +297,7 @@ TEST(Growing, SeveralSegments) {
     const int64_t T = 1100;
     for (const char* method : {"rope_yarn", "full", "pj_rotary", "alibi"}) {
         SCOPED_TRACE(method);
-        const Model model = make_small_model(method, kSmall);
+        const Model model = make_sharp_model(method, kSmall);
         TorchGenerator generator = make_generator(4);
         const std::vector<int32_t> tokens = random_tokens(generator, T, model.shape.vocab);
         // The shear of Jordan blocks grows with the position, here to 17, and scores with its square.
@@ -313,7 +308,7 @@ TEST(Growing, SeveralSegments) {
 
 TEST(Growing, LongestLength) {
     const int64_t T = 32768, steps = 6;
-    const Model model = make_small_model("rope_yarn_affine",
+    const Model model = make_sharp_model("rope_yarn_affine",
                                          {"model.embed_dim=8", "model.heads=1", "model.layers=2", "train.context=128"});
     TorchGenerator generator = make_generator(4);
     const std::vector<int32_t> tokens = random_tokens(generator, T, model.shape.vocab);
@@ -324,7 +319,7 @@ TEST(Growing, LongestLength) {
 TEST(Growing, TablesOfTheTotalLength) {
     for (const char* method : {"rope_pi", "rope_ntk", "rope_yarn"}) {
         SCOPED_TRACE(method);
-        const Model model = make_small_model(method, kSmall);
+        const Model model = make_sharp_model(method, kSmall);
         TorchGenerator generator = make_generator(4);
         const std::vector<int32_t> tokens = random_tokens(generator, 100, model.shape.vocab);
         KeyValueCache small = make_key_value_cache(model, 100), large = make_key_value_cache(model, 400);
@@ -334,7 +329,7 @@ TEST(Growing, TablesOfTheTotalLength) {
 }
 
 TEST(Growing, SameForEveryThreadCount) {
-    const Model model = make_small_model("full", {"model.embed_dim=48", "model.heads=2", "train.context=64"});
+    const Model model = make_sharp_model("full", {"model.embed_dim=48", "model.heads=2", "train.context=64"});
     TorchGenerator generator = make_generator(4);
     const std::vector<int32_t> tokens = random_tokens(generator, 3000, model.shape.vocab);
     expect_same_for_every_thread_count([&]() -> std::vector<Floats> {
@@ -347,7 +342,7 @@ TEST(Growing, SameForEveryThreadCount) {
 }
 
 TEST(Growing, Errors) {
-    const Model model = make_small_model("rope", kSmall);
+    const Model model = make_sharp_model("rope", kSmall);
     KeyValueCache cache = make_key_value_cache(model, 10);
     const std::vector<int32_t> tokens(11, 7);
     EXPECT_THROW(extend_sequence(model, cache, tokens), Error);

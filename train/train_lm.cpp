@@ -2,8 +2,8 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
-#include <csignal>
 #include <cstdio>
+#include <cstring>
 #include <nlohmann/json.hpp>
 
 #include "models/checkpoint.h"
@@ -13,29 +13,13 @@
 #include "src/command_line.h"
 #include "src/error.h"
 #include "src/files.h"
+#include "src/interrupt.h"
 #include "src/progress.h"
 #include "src/token_stream.h"
 #include "train/run_folder.h"
 
 namespace jetlag {
 namespace {
-
-volatile std::sig_atomic_t caught_signal = 0;
-
-// The first signal asks the loop to save and stop; a second one has its default action. A broken pipe (the output went
-// to `head`) comes again with every line, and is no reason to lose the run.
-void on_signal(int signal) {
-    caught_signal = signal;
-}
-
-void catch_signals() {
-    for (int signal : {SIGINT, SIGTERM, SIGHUP, SIGPIPE}) {
-        struct sigaction action = {};
-        action.sa_handler = on_signal;
-        action.sa_flags = (signal == SIGPIPE ? 0 : static_cast<int>(SA_RESETHAND)) | SA_RESTART;
-        sigaction(signal, &action, nullptr);
-    }
-}
 
 double seconds_since(std::chrono::steady_clock::time_point start) {
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
