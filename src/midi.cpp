@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <numeric>
 
 #include "src/error.h"
 
@@ -110,9 +111,11 @@ struct Reader {
     MidiMode mode;
     const std::string& name;
     std::array<int64_t, kMidiRepairs>& repairs;
+    size_t limit = bytes.size();  // events end here: the end of the file, or of a chunk that can be trusted
+    bool is_trial = false;        // trying how a doubtful byte is best read
 
     bool is_strict() const { return mode == MidiMode::strict; }
-    size_t left() const { return bytes.size() - at; }
+    size_t left() const { return limit - at; }
     bool starts_with(size_t offset, const char* text) const {
         return offset + 4 <= bytes.size() && std::memcmp(bytes.data() + offset, text, 4) == 0;
     }
@@ -286,6 +289,32 @@ bool is_real_time(uint8_t byte) {
     return byte >= 0xf8 && byte != 0xff;
 }
 
+void read_event(Reader& r, MidiTrack& track, TrackState& state);
+
+// How many of the events from `at` on come out wrong, of the next few, if the event before them ends there.
+int64_t faults_from(const Reader& r, const TrackState& state, size_t at) {
+    std::array<int64_t, kMidiRepairs> repairs = {};
+    Reader trial{r.bytes, at, r.mode, r.name, repairs, r.limit, true};
+    TrackState trial_state = state;
+    MidiTrack scratch;
+    try {
+        for (int event = 0; event < 16 && trial.left() > 0 && !trial_state.has_ended; event++)
+            read_event(trial, scratch, trial_state);
+    } catch (const EndsEarly&) {
+        return INT64_MAX;
+    } catch (const Error&) {
+        return INT64_MAX;
+    }
+    return std::accumulate(repairs.begin(), repairs.end(), int64_t{0});
+}
+
+// Whether the byte at r.at - 1, which has the value of a real-time status, is one among the data bytes of an event, of
+// which `missing` are still to come: then one more byte follows than if it were a data byte itself. What follows tells.
+bool is_inserted(const Reader& r, const TrackState& state, size_t missing) {
+    if (r.is_trial) return false;
+    return faults_from(r, state, r.at + missing) < faults_from(r, state, r.at + missing - 1);
+}
+
 // The data bytes of a channel or system-common event.
 void read_message(Reader& r, MidiTrack& track, TrackState& state, uint8_t status, std::span<const uint8_t> already) {
     const size_t length = static_cast<size_t>(data_length(status));
@@ -298,7 +327,7 @@ void read_message(Reader& r, MidiTrack& track, TrackState& state, uint8_t status
     while (count < length) {
         const size_t offset = r.at;
         const uint8_t byte = read_byte(r);
-        if (!r.is_strict() && is_real_time(byte) && data_length(byte) == 0) {
+        if (!r.is_strict() && is_real_time(byte) && data_length(byte) == 0 && is_inserted(r, state, length - count)) {
             r.repairs[kRealTimeByte]++;
             continue;
         }
@@ -339,11 +368,11 @@ void read_event(Reader& r, MidiTrack& track, TrackState& state) {
         state.running_status = status;
         state.is_interrupted = false;
     } else {
-        state.is_interrupted = true;
         if (is_real_time(status)) {
             r.repairs[kRealTimeByte]++;
             return;
         }
+        state.is_interrupted = true;
         if (data_length(status) == -2) {
             r.repairs[kUndefinedStatus]++;
             return;
@@ -386,26 +415,42 @@ bool is_zero(const Reader& r, size_t begin, size_t end) {
     return std::all_of(r.bytes.begin() + begin, r.bytes.begin() + end, [](uint8_t byte) { return byte == 0; });
 }
 
+// Where the next "MTrk" stands, from `offset` on; the end of the file if there is none.
+size_t find_track(const Reader& r, size_t offset) {
+    constexpr std::string_view kTrack = "MTrk";
+    return static_cast<size_t>(std::search(r.bytes.begin() + offset, r.bytes.end(), kTrack.begin(), kTrack.end()) -
+                               r.bytes.begin());
+}
+
+// The chunk's length can be trusted if another chunk or the end of the file follows it: then no event may cross its
+// end. If not, the track goes on to its End of Track, or to the next "MTrk".
 void read_track_leniently(Reader& r, MidiTrack& track) {
     const size_t begin = r.at + 8;
     size_t end = begin + big_endian(r.bytes.data() + r.at + 4, 4);
+    const bool is_trusted = end == r.bytes.size() || r.starts_with(end, "MTrk") || is_foreign_chunk(r, end);
     if (end > r.bytes.size()) {
         r.repairs[kChunkTooLong]++;
         end = r.bytes.size();
     }
+    if (is_trusted) r.limit = end;
     r.at = begin;
     TrackState state;
     bool is_past_end = false;
+    size_t event = r.at;
     try {
-        while (true) {
-            if (r.at >= end && state.has_ended) break;
-            if (r.left() == 0 || (r.at >= end && (r.starts_with(r.at, "MTrk") || is_foreign_chunk(r, r.at)))) break;
+        while (r.left() > 0 && !(r.at >= end && state.has_ended)) {
+            if (!is_trusted && r.starts_with(r.at, "MTrk")) {
+                if (r.at < end && end < r.bytes.size()) r.repairs[kChunkTooLong]++;
+                break;
+            }
+            if (r.at >= end && is_foreign_chunk(r, r.at)) break;
             if (state.has_ended && r.starts_with(r.at, "MTrk")) {
                 r.repairs[kChunkTooLong]++;
                 break;
             }
             if (r.at >= end) is_past_end = true;
             const bool had_ended = state.has_ended;
+            event = r.at;
             read_event(r, track, state);
             if (r.at > end) is_past_end = true;
             if (state.has_ended && !had_ended && r.at < end && is_zero(r, r.at, end)) {
@@ -415,8 +460,9 @@ void read_track_leniently(Reader& r, MidiTrack& track) {
         }
     } catch (const EndsEarly&) {
         r.repairs[kEndsInsideEvent]++;
-        r.at = r.bytes.size();
+        r.at = is_trusted ? end : find_track(r, event);
     }
+    r.limit = r.bytes.size();
     if (is_past_end) r.repairs[kChunkTooShort]++;
     if (!state.has_ended) r.repairs[kEndOfTrackMissing]++;
 }
@@ -436,16 +482,24 @@ void read_tracks_leniently(Reader& r, MidiFile& file, size_t declared) {
         if (r.left() >= 8 && r.starts_with(r.at, "MTrk")) {
             if (file.tracks.size() == 65535) refuse(r, r.at, "more than 65535 tracks");
             file.tracks.emplace_back();
-            read_track_leniently(r, file.tracks.back());
+            const std::array<int64_t, kMidiRepairs> before = r.repairs;
+            try {
+                read_track_leniently(r, file.tracks.back());
+            } catch (const Error&) {
+                // What comes after the declared tracks may be anything.
+                if (file.tracks.size() <= declared) throw;
+                file.tracks.pop_back();
+                r.repairs = before;
+                r.repairs[kBytesBetweenChunks]++;
+                break;
+            }
             close_track(file.tracks.back());
         } else if (is_foreign_chunk(r, r.at)) {
             r.repairs[kForeignChunk]++;
             r.at += 8 + big_endian(r.bytes.data() + r.at + 4, 4);
         } else {
             r.repairs[kBytesBetweenChunks]++;
-            constexpr std::string_view kTrack = "MTrk";
-            r.at = static_cast<size_t>(
-                std::search(r.bytes.begin() + r.at + 1, r.bytes.end(), kTrack.begin(), kTrack.end()) - r.bytes.begin());
+            r.at = find_track(r, r.at + 1);
         }
     }
     if (file.tracks.size() != declared) r.repairs[kTrackCountWrong]++;
@@ -461,6 +515,7 @@ void enter_riff(Reader& r) {
             if (at + 8 + size > r.bytes.size()) r.repairs[kChunkTooLong]++;
             r.at = at + 8;
             r.bytes = r.bytes.first(std::min(r.bytes.size(), r.at + size));
+            r.limit = r.bytes.size();
             return;
         }
         at += 8 + size + size % 2;
