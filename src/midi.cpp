@@ -305,7 +305,8 @@ int64_t faults_from(const Reader& r, const TrackState& state, size_t at) {
     } catch (const Error&) {
         return INT64_MAX;
     }
-    return std::accumulate(repairs.begin(), repairs.end(), int64_t{0});
+    // Where there is one real-time byte there are others.
+    return std::accumulate(repairs.begin(), repairs.end(), int64_t{0}) - repairs[kRealTimeByte];
 }
 
 // Whether the byte at r.at - 1, which has the value of a real-time status, is one among the data bytes of an event, of
