@@ -305,8 +305,9 @@ int64_t faults_from(const Reader& r, const TrackState& state, size_t at) {
     } catch (const Error&) {
         return INT64_MAX;
     }
-    // Where there is one real-time byte there are others.
-    return std::accumulate(repairs.begin(), repairs.end(), int64_t{0}) - repairs[kRealTimeByte];
+    // Where there is one real-time byte there are others: they do not count. A track without its end does.
+    const int64_t faults = std::accumulate(repairs.begin(), repairs.end(), int64_t{0}) - repairs[kRealTimeByte];
+    return faults + (trial.left() == 0 && !trial_state.has_ended ? 1 : 0);
 }
 
 // Whether the byte at r.at - 1, which has the value of a real-time status, is one among the data bytes of an event, of
