@@ -6,6 +6,7 @@
 #include <charconv>
 #include <cmath>
 
+#include "src/command_line.h"
 #include "src/error.h"
 #include "src/manifest.h"
 
@@ -74,6 +75,12 @@ std::vector<StreamEvent> stream_events(const MidiFile& file, const std::string& 
 // ---------------------------------------------------------------------------------------------------------------
 // Encoding
 
+double parse_grid(const std::string& text) {
+    static const std::string wanted = fmt::format("milliseconds from {} to {}", kSmallestGrid, kLargestGrid);
+    return parse_real(
+        "--grid-ms", text, [](double ms) { return ms >= kSmallestGrid && ms <= kLargestGrid; }, wanted.c_str());
+}
+
 std::string header_field(std::string_view text) {
     constexpr std::string_view kKept = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_ .,+:/()-";
     std::string kept;
@@ -101,18 +108,18 @@ std::string stream_header(const TokenOptions& options) {
                        options.grid_ms, options.max_delta, options.controls, options.programs);
 }
 
-// What a stream looks like: in the binary format a good part of the bytes is over 127, in text none is.
-static TokenFormat guess_format(std::string_view stream) {
-    const auto over_127 = std::count_if(stream.begin(), stream.end(), [](char c) { return (c & 0x80) != 0; });
-    return over_127 > std::ssize(stream) / 10 ? TokenFormat::binary : TokenFormat::text;
-}
-
 TokenOptions stream_options(const std::filesystem::path& path, std::string_view stream) {
     TokenOptions options;
-    options.format = guess_format(stream);
+    // What the stream looks like: the format in which it has more events.
+    const std::string_view beginning = stream.substr(0, 1 << 16);
+    options.format = event_count(decode_stream(beginning, TokenFormat::binary)) >
+                             event_count(decode_stream(beginning, options.format))
+                         ? TokenFormat::binary
+                         : options.format;
     // A number that manifest or header line gives under this name.
     nlohmann::ordered_json given = nlohmann::ordered_json::object();
-    if (const auto manifest = read_manifest(path); manifest && manifest->contains("options")) {
+    if (const auto manifest = path.empty() ? std::nullopt : read_manifest(path);
+        manifest && manifest->contains("options") && manifest->at("options").is_object()) {
         given = manifest->at("options");
         const auto format = given.find("format");
         if (format != given.end()) options.format = *format == "binary" ? TokenFormat::binary : TokenFormat::text;
@@ -322,6 +329,7 @@ static DecodedStream decode_binary(std::string_view stream) {
             at++;
         } else if (t >= kShortTimeToken && t < kTokenCount) {
             delta += t < kLongTimeToken ? t - kShortTimeToken + 1 : (t - kLongTimeToken + 1) * kLongStep;
+            delta = std::min(delta, kLargestDelta);  // nobody wrote more; a model may
             at++;
         } else if (t >= kVelocityToken && t <= kProgramToken) {
             const size_t numbers = t == kControlToken ? 2 : 1;
@@ -361,6 +369,12 @@ DecodedStream decode_stream(std::string_view stream, TokenFormat format) {
     return format == TokenFormat::text ? decode_text(stream) : decode_binary(stream);
 }
 
+int64_t event_count(const DecodedStream& decoded) {
+    int64_t count = 0;
+    for (const StreamPiece& piece : decoded.pieces) count += std::ssize(piece.events);
+    return count;
+}
+
 // ---------------------------------------------------------------------------------------------------------------
 // Back to MIDI
 
@@ -398,6 +412,7 @@ MidiFile pieces_to_midi(const std::vector<StreamPiece>& pieces, double grid_ms, 
             if (event.kind == StreamEventKind::control && event.number >= 64 && event.number <= 69)
                 pressed.set(key, event.value > 0);
         }
+        if (sounding.none() && pressed.none()) continue;
         for (size_t key = 0; key < sounding.size(); key++) {
             const uint8_t data[2] = {static_cast<uint8_t>(key % 128), 0};
             const uint8_t channel = static_cast<uint8_t>(key / 128);

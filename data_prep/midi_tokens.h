@@ -9,11 +9,15 @@
 //
 // Binary. One byte is one token:
 //       0 .. 127  a number: what the token before it wants
-//     128 .. 159  note on with a velocity of 4 (t - 128) to 4 (t - 128) + 3, read back as 4 (t - 128) + 2; a pitch
-//     follows 160         note off; a pitch follows 161         control change; the control and its value follow 162
-//     program change; the program follows 163         a piece starts, in channel 0 164 .. 179  channel t - 164, for all
-//     events from here on 180 .. 210  time passes: 1 to 31 steps 211 .. 242  time passes: 32, 64, ... 1024 steps 243 ..
-//     255  none
+//     128 .. 159  note on, velocity 4 (t - 128) to 4 (t - 128) + 3, read back as 4 (t - 128) + 2; a pitch follows
+//     160         note off; a pitch follows
+//     161         control change; the control and its value follow
+//     162         program change; the program follows
+//     163         a piece starts, in channel 0
+//     164 .. 179  channel t - 164, for all events from here on
+//     180 .. 210  time passes: 1 to 31 steps
+//     211 .. 242  time passes: 32, 64, ... 1024 steps
+//     243 .. 255  none
 // An event is its time (nothing, or the largest tokens first), its channel where that changes, and its own tokens.
 #pragma once
 
@@ -54,7 +58,7 @@ struct StreamEvent {
 
 struct TokenCounts {
     int64_t events = 0, note_on = 0, note_off = 0, control = 0, program = 0;
-    int64_t skipped_messages = 0;  // that are not written, up to the last event that is
+    int64_t skipped_messages = 0;  // that are not written; where a piece is cut, those before the cut
 };
 
 // The events of a file on the grid. Each message's own time since the message before is rounded to the grid by itself,
@@ -62,6 +66,9 @@ struct TokenCounts {
 // max_events. Adds to `counts`. Errors: format 2, naming the file by `name`.
 std::vector<StreamEvent> stream_events(const MidiFile& file, const std::string& name, const TokenOptions& options,
                                        TokenCounts& counts);
+
+// The value of an option --grid-ms. Errors (exit code 2): no number, or one out of range.
+double parse_grid(const std::string& text);
 
 // A text for a field of a header: every run of characters outside A-Za-z0-9_ .,+:/()- becomes one '_', then every run
 // of blanks one '_'; at most 80 characters; "NA" where it is empty.
@@ -88,6 +95,9 @@ struct DecodedStream {
 };
 // Reads a stream. What is malformed, as in a model's output or at a cut, is dropped and counted.
 DecodedStream decode_stream(std::string_view stream, TokenFormat format);
+
+// The events of all pieces.
+int64_t event_count(const DecodedStream& decoded);
 
 // The pieces as a file of format 0, one after the other, each opened by a marker with its header; a tick is a step of
 // the grid. Notes that still sound at the end of a piece are ended there, and pedals (controls 64 to 69) lifted.

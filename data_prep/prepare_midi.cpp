@@ -25,7 +25,7 @@ using namespace jetlag;
 
 namespace {
 
-constexpr uint64_t kMaxUnpackedBytes = uint64_t{1} << 30;
+constexpr uint64_t kMaxFileBytes = uint64_t{1} << 30;  // of an archive
 
 const PublishedFile kMaestro = {
     .address = "https://storage.googleapis.com/magentadata/datasets/maestro/v3.0.0/maestro-v3.0.0-midi.zip",
@@ -38,6 +38,7 @@ const PublishedFile kMusicnetMetadata = {.address = "https://zenodo.org/records/
                                          .size = 43775,
                                          .sha256 = "1308d938bafb594e3b0471f2bdda3630da352f881857f265f92114cf398de7ca"};
 
+// What the command line says; numbers are texts until they are checked.
 struct Request {
     std::string corpus;  // maestro, musicnet, files
     std::string archive, metadata;
@@ -46,6 +47,7 @@ struct Request {
     std::string selection = "metadata";
     std::optional<int64_t> max_files;
     int64_t seed = 0;
+    std::string max_files_text, seed_text, grid_text, max_delta_text, max_events_text;
     std::string mode;
     std::string format = "text";
     TokenOptions tokens;
@@ -89,6 +91,11 @@ std::string lower(std::string text) {
     return text;
 }
 
+bool is_midi_name(const std::string& path) {
+    const std::string extension = lower(std::filesystem::path(path).extension().string());
+    return extension == ".mid" || extension == ".midi" || extension == ".rmi" || extension == ".kar";
+}
+
 // --composer Bach finds "Johann Sebastian Bach".
 bool mentions(const std::string& text, const std::string& part) {
     return lower(text).find(lower(part)) != std::string::npos;
@@ -97,12 +104,12 @@ bool mentions(const std::string& text, const std::string& part) {
 std::vector<std::string> archive_files(const Source& archive) {
     std::vector<std::string> files;
     read_archive(
-        archive.bytes, archive.from, kMaxUnpackedBytes,
+        archive.bytes, archive.from, kMaxFileBytes,
         [&](const std::string& path) {
             files.push_back(path);
             return false;
         },
-        [](const std::string&, std::string) {});
+        [](ArchiveFile) {});
     return files;
 }
 
@@ -118,11 +125,11 @@ Corpus open_maestro(const Request& request) {
     } else {
         std::vector<std::string> names;
         const auto is_table = [](const std::string& path) { return lower(path).ends_with(".csv"); };
-        read_archive(corpus.archive->bytes, label, kMaxUnpackedBytes, is_table,
-                     [&](const std::string& path, std::string contents) {
-                         names.push_back(path);
-                         text = std::move(contents);
-                     });
+        read_archive(corpus.archive->bytes, label, kMaxFileBytes, is_table, [&](ArchiveFile file) {
+            if (!file.fault.empty()) fail("{}: {} {}", label, file.path, file.fault);
+            names.push_back(file.path);
+            text = std::move(file.contents);
+        });
         if (names.size() != 1)
             fail("{}: holds {} CSV files{}, wanted one with the metadata (or give --metadata)", label, names.size(),
                  names.empty() ? "" : fmt::format(" ({})", fmt::join(names, ", ")));
@@ -172,7 +179,7 @@ Corpus open_musicnet(const Request& request) {
         candidate.seconds = parse_seconds(row[seconds], table, i);
         // The archive's files are COMPOSER/ID_NAME.mid.
         const auto is_it = [&](const std::string& file) {
-            return std::filesystem::path(file).filename().string().starts_with(row[id] + "_");
+            return std::filesystem::path(file).filename().string().starts_with(row[id] + "_") && is_midi_name(file);
         };
         if (const auto at = std::find_if(files.begin(), files.end(), is_it); at != files.end()) candidate.file = *at;
         candidate.path = candidate.file;
@@ -190,17 +197,18 @@ std::vector<std::string> list_files(const std::vector<std::string>& paths) {
     for (const std::string& path : paths) {
         if (!std::filesystem::exists(path)) fail("{}: no such file or folder", path);
         if (!std::filesystem::is_directory(path)) {
+            if (!std::filesystem::is_regular_file(path)) fail("{}: is a device or a pipe, wanted a file", path);
             files.push_back(path);
             continue;
         }
         std::vector<std::string> found;
-        for (const auto& entry : std::filesystem::recursive_directory_iterator(
-                 path, std::filesystem::directory_options::skip_permission_denied)) {
-            const std::string extension = lower(entry.path().extension().string());
-            if (entry.is_regular_file() &&
-                (extension == ".mid" || extension == ".midi" || extension == ".rmi" || extension == ".kar"))
-                found.push_back(entry.path().string());
-        }
+        // What cannot be looked at, a link to nowhere or to itself, is no file.
+        std::error_code fault;
+        const auto options = std::filesystem::directory_options::skip_permission_denied;
+        std::filesystem::recursive_directory_iterator entry(path, options, fault), end;
+        for (; entry != end; entry.increment(fault))
+            if (entry->is_regular_file(fault) && is_midi_name(entry->path().string()))
+                found.push_back(entry->path().string());
         if (found.empty()) fail("{}: holds no .mid, .midi, .rmi or .kar file", path);
         std::sort(found.begin(), found.end());
         files.insert(files.end(), found.begin(), found.end());
@@ -221,6 +229,8 @@ Corpus open_files(const Request& request) {
     // Durations are in no table here; only two orders need them.
     const bool needs_seconds = request.selection == "shortest" || request.selection == "longest";
     for (const std::string& file : list_files(request.paths)) {
+        if (same_place(file, request.out) || same_place(file, manifest_path(request.out)))
+            fail_usage("--out {}: would replace {}", request.out, file);
         Candidate candidate;
         candidate.file = candidate.path = file;
         if (needs_seconds) try {
@@ -260,6 +270,7 @@ Piece make_piece(const Request& request, const Candidate& candidate, const std::
     piece.repairs = midi.repairs;
     piece.events =
         encode_piece("", stream_events(midi, candidate.file, request.tokens, piece.counts), request.tokens.format);
+    if (request.corpus == "files" && piece.counts.events == 0) fail("{}: holds no event to write", candidate.file);
     if (request.corpus == "files")
         piece.candidate.header = fmt::format("DUR={:.2f}|FILE={}|", midi.seconds,
                                              header_field(std::filesystem::path(candidate.file).stem().string()));
@@ -293,14 +304,21 @@ Prepared prepare_pieces(const Request& request, const Corpus& corpus, const std:
             show(prepared.pieces.size() + ++done);
         };
         if (corpus.archive) {
-            std::map<std::string, size_t> places;
+            std::multimap<std::string, size_t> places;  // two rows of the metadata may name one file
             for (size_t i = 0; i < count; i++)
-                if (!candidates[first + i].file.empty()) places[candidates[first + i].file] = i;
+                if (!candidates[first + i].file.empty()) places.insert({candidates[first + i].file, i});
+            const auto take_file = [&](ArchiveFile file) {
+                const auto [begin, end] = places.equal_range(file.path);
+                for (auto place = begin; place != end; ++place)
+                    if (file.fault.empty())
+                        take(place->second, file.contents);
+                    else
+                        reasons[place->second] = file.fault;
+            };
             if (!places.empty())
                 read_archive(
-                    corpus.archive->bytes, corpus.archive->from, kMaxUnpackedBytes,
-                    [&](const std::string& path) { return places.contains(path); },
-                    [&](const std::string& path, std::string bytes) { take(places[path], bytes); });
+                    corpus.archive->bytes, corpus.archive->from, kMaxFileBytes,
+                    [&](const std::string& path) { return places.contains(path); }, take_file);
         } else {
             for (size_t i = 0; i < count; i++) {
                 reasons[i] = candidates[first + i].why_not;
@@ -362,14 +380,14 @@ int prepare(const Request& request, const std::vector<std::string>& arguments) {
                           : request.corpus == "musicnet" ? open_musicnet(request)
                                                          : open_files(request);
     if (corpus.candidates.empty())
-        fail("no file of {} has what --split, --composer and --ensemble want",
-             corpus.metadata ? corpus.metadata->from : corpus.archive->from);
+        fail("no file of {} has what {} want", corpus.metadata ? corpus.metadata->from : corpus.archive->from,
+             request.corpus == "maestro" ? "--split and --composer" : "--composer and --ensemble");
     const Prepared prepared = prepare_pieces(request, corpus, in_order(request, corpus.candidates));
     for (const auto& [candidate, reason] : prepared.skipped)
-        fmt::print(stderr, "skipped {}\n",
-                   reason.starts_with(candidate.file) && !candidate.file.empty()
-                       ? (candidate.id != 0 ? fmt::format("ID {}: ", candidate.id) : "") + reason
-                       : label_of(candidate) + ": " + reason);
+        print_note("skipped {}\n",
+                   one_line(reason.starts_with(candidate.file) && !candidate.file.empty()
+                                ? (candidate.id != 0 ? fmt::format("ID {}: ", candidate.id) : "") + reason
+                                : label_of(candidate) + ": " + reason));
     if (prepared.pieces.empty()) fail("none of {} files could be read", prepared.skipped.size());
 
     std::string stream = request.tokens.format == TokenFormat::text ? stream_header(request.tokens) : "";
@@ -462,21 +480,22 @@ void resolve(Request& request) {
         fail_usage("{} {}: wanted one of {}{}", option, value, fmt::join(choices, ", "),
                    near.empty() ? "" : fmt::format(" (did you mean {}?)", near));
     };
-    const auto check_range = [](const std::string& option, double value, double least, double most) {
-        if (!(value >= least && value <= most)) fail_usage("{} {}: wanted {} to {}", option, value, least, most);
-    };
     check_choice("--split", request.split, {"train", "validation", "test", "all"});
     check_choice("--selection", request.selection, {"shortest", "longest", "random", "metadata"});
     check_choice("--format", request.format, {"text", "binary"});
     if (request.mode.empty()) request.mode = request.corpus == "files" ? "lenient" : "strict";
     check_choice("--mode", request.mode, {"strict", "lenient"});
-    if (request.max_files && *request.max_files < 1)
-        fail_usage("--max-files {}: wanted at least 1", *request.max_files);
-    if (request.seed < 0) fail_usage("--seed {}: wanted at least 0", request.seed);
-    check_range("--grid-ms", request.tokens.grid_ms, kSmallestGrid, kLargestGrid);
-    check_range("--max-delta", static_cast<double>(request.tokens.max_delta), 1, kLargestDelta);
-    if (request.tokens.max_events < 1)
-        fail_usage("--max-events-per-piece {}: wanted at least 1", request.tokens.max_events);
+    const auto whole = [](const std::string& option, const std::string& text, int64_t least, int64_t most,
+                          int64_t otherwise) {
+        return text.empty() ? otherwise : parse_whole(option, text, least, most);
+    };
+    TokenOptions& tokens = request.tokens;
+    if (!request.max_files_text.empty())
+        request.max_files = parse_whole("--max-files", request.max_files_text, 1, INT64_MAX);
+    request.seed = whole("--seed", request.seed_text, 0, INT64_MAX, request.seed);
+    tokens.max_delta = whole("--max-delta", request.max_delta_text, 1, kLargestDelta, tokens.max_delta);
+    tokens.max_events = whole("--max-events-per-piece", request.max_events_text, 1, INT64_MAX, tokens.max_events);
+    if (!request.grid_text.empty()) tokens.grid_ms = parse_grid(request.grid_text);
     request.tokens.format = request.format == "text" ? TokenFormat::text : TokenFormat::binary;
     if (request.out.empty())
         request.out = fmt::format("data/{}.{}", request.corpus == "files" ? "midi" : request.corpus,
@@ -494,13 +513,15 @@ void add_common_options(CLI::App& app, Request& request) {
     app.add_option("--selection", request.selection,
                    "the order in which files are taken: shortest, longest, random, metadata (by path or number)")
         ->capture_default_str();
-    app.add_option("--max-files", request.max_files, "stop at so many pieces (default: all)");
-    app.add_option("--seed", request.seed, "of the random selection")->capture_default_str();
-    app.add_option("--grid-ms", request.tokens.grid_ms, "step of time, in milliseconds")->capture_default_str();
-    app.add_option("--max-delta", request.tokens.max_delta, "longest time between two events, in steps")
-        ->capture_default_str();
-    app.add_option("--max-events-per-piece", request.tokens.max_events, "cut a piece after so many events")
-        ->capture_default_str();
+    const TokenOptions& defaults = request.tokens;
+    app.add_option("--max-files", request.max_files_text, "stop at so many pieces (default: all)");
+    app.add_option("--seed", request.seed_text, fmt::format("of the random selection (default: {})", request.seed));
+    app.add_option("--grid-ms", request.grid_text,
+                   fmt::format("step of time, in milliseconds (default: {})", defaults.grid_ms));
+    app.add_option("--max-delta", request.max_delta_text,
+                   fmt::format("longest time between two events, in steps (default: {})", defaults.max_delta));
+    app.add_option("--max-events-per-piece", request.max_events_text,
+                   fmt::format("cut a piece after so many events (default: {})", defaults.max_events));
     app.add_flag("--include-controls", request.tokens.controls, "write control changes, pedals among them");
     app.add_flag("--include-programs", request.tokens.programs, "write program changes (instruments)");
     app.add_option("--format", request.format, "text (events as words) or binary (one byte a token)")
@@ -537,7 +558,12 @@ int main(int argc, char** argv) {
             ->required();
         for (CLI::App* corpus : {maestro, musicnet, files}) add_common_options(*corpus, request);
         if (!parse_command_line(app, argc, argv)) return kExitGood;
-        request.corpus = app.get_subcommands().front()->get_name();
+        CLI::App* chosen = app.get_subcommands().front();
+        request.corpus = chosen->get_name();
+        for (const CLI::Option* option : chosen->get_options())
+            if (option->count() > 0 && option->get_items_expected_max() > 0)
+                for (const std::string& value : option->results())
+                    if (value.empty()) fail_usage("{}: is empty", option->get_name());
         resolve(request);
         return prepare(request, std::vector<std::string>(argv + 1, argv + argc));
     });

@@ -175,7 +175,7 @@ int prepare(const Request& request, const std::vector<std::string>& arguments) {
         if (stream.empty()) fail("{}: its members {} are empty", request.from, fmt::join(known->members, ", "));
     } else {
         if (looks_like_zip(source->bytes))
-            fmt::print(stderr, "warning: {}: is a zip archive; its bytes are taken as they are\n", request.from);
+            print_note("warning: {}: is a zip archive; its bytes are taken as they are\n", request.from);
         stream = std::move(source->bytes);
     }
     write_stream(request.out, stream, manifest, request.force);

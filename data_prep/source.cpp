@@ -14,9 +14,7 @@ namespace jetlag {
 static std::string read_local(const std::string& option, const std::string& path) {
     if (path.find("://") != std::string::npos)
         fail_usage("{} {}: wanted a path or an http or https address", option, path);
-    if (!std::filesystem::exists(path)) fail("{} {}: no such file", option, path);
-    if (std::filesystem::is_directory(path)) fail("{} {}: is a folder, wanted a file", option, path);
-    if (!std::filesystem::is_regular_file(path)) fail("{} {}: is a device or a pipe, wanted a file", option, path);
+    check_input_path(option, path, kExitFailed);
     std::string bytes = read_file(path);
     if (bytes.empty()) fail("{} {}: is empty", option, path);
     return bytes;
@@ -50,7 +48,7 @@ void check_source(Source& source, const PublishedFile& published, const std::str
     const std::string difference = fmt::format("found {} bytes with SHA-256 {}, wanted {}SHA-256 {}",
                                                source.bytes.size(), source.sha256, wanted, published.sha256);
     if (source.is_web) fail("{}: not the published {}: {}; {}", source.from, name, difference, otherwise);
-    fmt::print(stderr, "warning: {}: not the published {}, recorded as unchecked: {}\n", source.from, name, difference);
+    print_note("warning: {}: not the published {}, recorded as unchecked: {}\n", source.from, name, difference);
 }
 
 nlohmann::ordered_json source_json(const Source& source) {

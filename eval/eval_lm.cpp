@@ -12,6 +12,7 @@
 #include "src/files.h"
 #include "src/progress.h"
 #include "src/token_stream.h"
+#include "train/run_folder.h"
 
 namespace jetlag {
 namespace {
@@ -87,7 +88,7 @@ int run(int argc, char** argv) {
                     "{}: was trained on a corpus with SHA-256 {}, but {} has {} now (to evaluate on another corpus, "
                     "give --set data.corpus=PATH)",
                     path, checkpoint.corpus_sha256, corpus, corpora.back().sha256);
-            fmt::print(stderr, "eval_lm: note: {} was trained on another corpus than {}\n", path, corpus);
+            print_note("eval_lm: note: {} was trained on another corpus than {}\n", path, corpus);
         }
         loaded.push_back(std::move(checkpoint));
     }
@@ -130,8 +131,7 @@ int run(int argc, char** argv) {
             const std::string left = share > 0 ? duration_text(elapsed / share - elapsed) : "?";
             draw_progress(progress, fmt::format("{} at {}", checkpoints[i], context), share, "left " + left);
             if (!progress.is_terminal && context != announced) {
-                fmt::print(stderr, "evaluating {} at {}, {:.0f}% done, left {}\n", checkpoints[i], context, 100 * share,
-                           left);
+                print_note("evaluating {} at {}, {:.0f}% done, left {}\n", checkpoints[i], context, 100 * share, left);
                 std::fflush(stderr);
             }
             announced = context;

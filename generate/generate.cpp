@@ -13,6 +13,7 @@
 #include <cstdio>
 #include <cstring>
 #include <fstream>
+#include <functional>
 #include <optional>
 
 #include "data_prep/midi_tokens.h"
@@ -22,7 +23,9 @@
 #include "src/error.h"
 #include "src/files.h"
 #include "src/interrupt.h"
+#include "src/manifest.h"
 #include "src/midi.h"
+#include "train/run_folder.h"
 
 namespace jetlag {
 namespace {
@@ -35,25 +38,6 @@ double seconds_since(std::chrono::steady_clock::time_point start) {
 
 // ---------------------------------------------------------------------------------------------------------------
 // Options
-
-int64_t parse_whole(const char* option, const std::string& text, int64_t min, int64_t max) {
-    int64_t value = 0;
-    const char* end = text.data() + text.size();
-    const auto [rest, error] = std::from_chars(text.data(), end, value);
-    if (error != std::errc() || rest != end || value < min || value > max)
-        fail_usage("{}: found {}, wanted a whole number from {} to {}", option, text, min, max);
-    return value;
-}
-
-// `wanted` says what `is_good` asks for.
-double parse_real(const char* option, const std::string& text, bool (*is_good)(double), const char* wanted) {
-    double value = 0;
-    const char* end = text.data() + text.size();
-    const auto [rest, error] = std::from_chars(text.data(), end, value);
-    if (error != std::errc() || rest != end || !is_good(value))
-        fail_usage("{}: found {}, wanted {}", option, text, wanted);
-    return value;
-}
 
 // Where the prompt comes from: one of the three.
 struct PromptSource {
@@ -70,9 +54,7 @@ void check_prompt(const CLI::App& app, const PromptSource& source) {
         fail_usage("wanted one of --prompt, --prompt-file and --prompt-midi, found {}",
                    given.empty() ? "none" : fmt::format("{}", fmt::join(given, " and ")));
     if (given[0] == "--prompt") return;
-    const std::string& path = given[0] == "--prompt-file" ? source.file : source.midi;
-    if (!std::filesystem::exists(path)) fail_usage("{} {}: no such file", given[0], path);
-    if (std::filesystem::is_directory(path)) fail_usage("{} {}: is a folder (wanted a file)", given[0], path);
+    check_input_path(given[0], given[0] == "--prompt-file" ? source.file : source.midi, kExitUsage);
 }
 
 // The events of a MIDI file, as many as `room` tokens hold, in the format of the model's corpus.
@@ -82,7 +64,7 @@ std::string midi_prompt(const std::string& path, TokenOptions options, int64_t r
         read_midi({reinterpret_cast<const uint8_t*>(bytes.data()), bytes.size()}, path, MidiMode::lenient);
     for (int i = 0; i < kMidiRepairs; i++)
         if (const MidiRepair repair = static_cast<MidiRepair>(i); midi.repairs[repair] > 0)
-            fmt::print(stderr, "generate: {}: repaired: {} {}\n", path, midi.repairs[repair], midi_repair_name(repair));
+            print_note("generate: {}: repaired: {} {}\n", path, midi.repairs[repair], midi_repair_name(repair));
     options.max_events = room;  // an event has a token or more
     TokenCounts counts;
     std::vector<StreamEvent> events = stream_events(midi, path, options, counts);
@@ -97,12 +79,10 @@ std::string midi_prompt(const std::string& path, TokenOptions options, int64_t r
     size_t fits = 0;
     for (size_t step = std::bit_floor(all); step > 0; step /= 2)
         if (fits + step <= all && std::ssize(encode(fits + step)) <= room) fits += step;
-    if (fits == 0)
-        fail("--prompt-midi {}: {}", path,
-             all == 0 ? "holds no event of the kinds that the corpus has"
-                      : fmt::format("its first event does not fit into {} tokens", room));
+    if (all == 0) fail("--prompt-midi {}: holds no event of the kinds that the corpus has", path);
+    if (fits == 0) fail_usage("--prompt-midi {}: its first event does not fit into {} tokens", path, room);
     std::string prompt = encode(fits);
-    fmt::print(stderr, "generate: the prompt is the first {} events of {}, {} tokens\n", fits, path, prompt.size());
+    print_note("generate: the prompt is the first {} events of {}, {} tokens\n", fits, path, prompt.size());
     return prompt;
 }
 
@@ -117,14 +97,17 @@ std::string read_prompt(const PromptSource& source, const TokenOptions& options,
     return bytes;
 }
 
-// How the model's stream writes MIDI: as the corpus that it was trained on does, if that is still there.
+// How the model's stream writes MIDI: as the corpus that it was trained on does, if that is still there and begins with
+// events.
 std::optional<TokenOptions> corpus_options(const std::string& corpus) {
+    std::error_code ignored;
+    if (!std::filesystem::is_regular_file(corpus, ignored)) return std::nullopt;
     std::ifstream file(corpus, std::ios::binary);
     std::string beginning(1 << 16, '\0');
     file.read(beginning.data(), std::ssize(beginning));
     beginning.resize(static_cast<size_t>(file.gcount()));
-    if (beginning.empty()) return std::nullopt;
-    return stream_options(corpus, beginning);
+    const TokenOptions options = stream_options(corpus, beginning);
+    return event_count(decode_stream(beginning, options.format)) > 0 ? std::optional(options) : std::nullopt;
 }
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -187,20 +170,18 @@ Continuation continue_prompt(const Checkpoint& checkpoint, const std::string& pr
     return result;
 }
 
-// Writes what the tokens mean as a MIDI file. Returns what is wrong with it; "" if nothing.
-std::string write_midi_file(const std::string& path, const std::string& tokens, const TokenOptions& options) {
+// Writes what the tokens mean as a MIDI file.
+void write_midi_file(const std::string& path, const std::string& tokens, const TokenOptions& options) {
     const DecodedStream decoded = decode_stream(tokens, options.format);
-    int64_t events = 0;
-    for (const StreamPiece& piece : decoded.pieces) events += std::ssize(piece.events);
+    const int64_t events = event_count(decoded);
     if (decoded.dropped > 0)
-        fmt::print(stderr, "generate: --midi: dropped {} malformed tokens, the first {}\n", decoded.dropped,
+        print_note("generate: --midi: dropped {} malformed tokens, the first {}\n", decoded.dropped,
                    decoded.first_dropped);
-    if (events == 0) return fmt::format("--midi {}: not written, the tokens hold no event", path);
+    if (events == 0) fail("--midi {}: not written, the tokens hold no event", path);
     const MidiFile midi = pieces_to_midi(decoded.pieces, options.grid_ms, path);
     write_file_atomically(path, write_midi(midi, path));
-    fmt::print(stderr, "generate: {}: {} events, {:.1f} s at {} ms a step\n", path, events,
+    print_note("generate: {}: {} events, {:.1f} s at {} ms a step\n", path, events,
                static_cast<double>(midi.tracks[0].last_tick) * options.grid_ms / 1000, options.grid_ms);
-    return "";
 }
 
 int run(int argc, char** argv) {
@@ -250,11 +231,19 @@ int run(int argc, char** argv) {
         taken.push_back(output);
     }
     const Checkpoint checkpoint = load_checkpoint(path, overrides);
-    const std::optional<TokenOptions> options = corpus_options(checkpoint.config.data.corpus);
+    const std::string& corpus = checkpoint.config.data.corpus;
+    for (const auto& [option, output] : {std::pair("--out", out), std::pair("--midi", midi)})
+        if (!output.empty() && !corpus.empty())
+            check_output_not_taken(option, output, {corpus, manifest_path(corpus).string()});
+    const std::optional<TokenOptions> options = corpus_options(corpus);
     if (!options && (!source.midi.empty() || !midi.empty()))
-        fmt::print(stderr,
-                   "generate: note: the corpus is not at {} (--set data.corpus=PATH): MIDI as text, {} ms a step\n",
-                   checkpoint.config.data.corpus, TokenOptions().grid_ms);
+        print_note(
+            "generate: note: no corpus of MIDI events at {} (--set data.corpus=PATH): {} ms a step, a MIDI prompt as "
+            "text, "
+            "tokens as what they look like\n",
+            corpus, TokenOptions().grid_ms);
+    if (!source.midi.empty() && count == kMaxTokens)
+        fail_usage("--tokens {} leave no room for a prompt (wanted at most {} tokens with it)", count, kMaxTokens);
     const std::string prompt = read_prompt(source, options.value_or(TokenOptions()), kMaxTokens - count);
     const int64_t total = std::ssize(prompt) + count;
     if (total > kMaxTokens)
@@ -262,26 +251,34 @@ int run(int argc, char** argv) {
                    total, kMaxTokens);
     const ModelShape& shape = checkpoint.model.shape;
     if (depends_on_length(shape.rotary, total))
-        fmt::print(stderr, "generate: note: rotary kind {} depends on the total length, fixed ahead at {} tokens\n",
+        print_note("generate: note: rotary kind {} depends on the total length, fixed ahead at {} tokens\n",
                    shape.rotary.module->name, total);
 
     catch_signals();
     const Continuation result = continue_prompt(checkpoint, prompt, count, sampling, seed_value);
     const std::string all = prompt + result.bytes;
-    if (isatty(STDOUT_FILENO) && isatty(STDERR_FILENO) && !all.ends_with('\n')) fmt::print(stderr, "\n");
+    if (isatty(STDOUT_FILENO) && isatty(STDERR_FILENO) && !all.ends_with('\n')) print_note("\n");
     // Nothing drawn is no reason to replace a file.
     const bool writes = !result.bytes.empty();
-    if (writes && !out.empty()) write_file_atomically(out, all);
-    std::string midi_fault;
-    if (writes && !midi.empty()) midi_fault = write_midi_file(midi, all, options.value_or(stream_options("", all)));
+    std::string output_faults;
+    const auto attempt = [&](const std::function<void()>& write) {
+        try {
+            write();
+        } catch (const Error& error) {
+            output_faults += (output_faults.empty() ? "" : "; ") + std::string(error.what());
+        }
+    };
+    if (writes && !out.empty()) attempt([&] { write_file_atomically(out, all); });
+    const bool is_out_written = writes && !out.empty() && output_faults.empty();
+    if (writes && !midi.empty())
+        attempt([&] { write_midi_file(midi, all, options.value_or(stream_options("", all))); });
     if (!result.fault.empty())
         fail("{} after {} of {} tokens{}{}", result.fault, result.bytes.size(), count,
-             writes && !out.empty() ? "; prompt and tokens are in " + out : "",
-             midi_fault.empty() ? "" : "; " + midi_fault);
-    fmt::print(stderr, "generate: {} tokens, {:.0f} tokens/s, after a prompt of {} tokens in {:.2f} s\n",
-               result.bytes.size(), static_cast<double>(result.bytes.size()) / result.seconds, prompt.size(),
-               result.prompt_seconds);
-    if (!midi_fault.empty()) fail("{}", midi_fault);
+             is_out_written ? "; prompt and tokens are in " + out : "",
+             output_faults.empty() ? "" : "; " + output_faults);
+    print_note("generate: {} tokens, {:.0f} tokens/s, after a prompt of {} tokens in {:.2f} s\n", result.bytes.size(),
+               static_cast<double>(result.bytes.size()) / result.seconds, prompt.size(), result.prompt_seconds);
+    if (!output_faults.empty()) fail("{}", output_faults);
     return kExitGood;
 }
 

@@ -4,7 +4,6 @@
 #include <set>
 
 #include "src/error.h"
-#include "src/files.h"
 
 namespace jetlag {
 
@@ -92,17 +91,6 @@ static std::vector<std::string> published_settings(const SafetensorsFile& file, 
 
 std::filesystem::path checkpoint_file(const std::filesystem::path& run_folder) {
     return run_folder / "checkpoint.safetensors";
-}
-
-void check_output_not_taken(const std::string& option, const std::filesystem::path& path,
-                            const std::vector<std::string>& taken) {
-    check_output_path(option, path);
-    for (const std::string& other : taken) {
-        if (other.empty() || std::filesystem::is_character_file(path)) continue;
-        const std::filesystem::path file =
-            std::filesystem::is_directory(other) ? checkpoint_file(other) : std::filesystem::path(other);
-        if (same_place(path, file)) fail_usage("{} {}: is taken by {}", option, path.string(), other);
-    }
 }
 
 Checkpoint load_checkpoint(const std::filesystem::path& given, const std::vector<std::string>& overrides) {

@@ -31,11 +31,6 @@ void save_checkpoint(const std::filesystem::path& path, const Model& model, cons
 // The checkpoint of a run folder.
 std::filesystem::path checkpoint_file(const std::filesystem::path& run_folder);
 
-// For output files that are written after minutes of work: exit code 2, naming the option, if the path cannot be
-// written to or is one of `taken`, other outputs and inputs; a run folder stands for its checkpoint.
-void check_output_not_taken(const std::string& option, const std::filesystem::path& path,
-                            const std::vector<std::string>& taken);
-
 struct Checkpoint {
     std::filesystem::path path;
     std::vector<Setting> settings;  // what the configuration was made from

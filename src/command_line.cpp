@@ -1,5 +1,7 @@
 #include "src/command_line.h"
 
+#include <charconv>
+
 #include "src/error.h"
 
 namespace jetlag {
@@ -14,6 +16,27 @@ bool parse_command_line(CLI::App& app, int argc, char** argv) {
     } catch (const CLI::ParseError& e) {
         fail_usage("{} (see --help)", e.what());
     }
+}
+
+// The number that fills the whole text; false if there is none.
+template <typename Number>
+static bool read_number(const std::string& text, Number& value) {
+    const char* end = text.data() + text.size();
+    const auto [rest, error] = std::from_chars(text.data(), end, value);
+    return error == std::errc() && rest == end;
+}
+
+int64_t parse_whole(const std::string& option, const std::string& text, int64_t min, int64_t max) {
+    int64_t value = 0;
+    if (!read_number(text, value) || value < min || value > max)
+        fail_usage("{}: found {}, wanted a whole number from {} to {}", option, text, min, max);
+    return value;
+}
+
+double parse_real(const std::string& option, const std::string& text, bool (*is_good)(double), const char* wanted) {
+    double value = 0;
+    if (!read_number(text, value) || !is_good(value)) fail_usage("{}: found {}, wanted {}", option, text, wanted);
+    return value;
 }
 
 }  // namespace jetlag

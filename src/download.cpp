@@ -38,9 +38,9 @@ int on_progress(void* user, curl_off_t total, curl_off_t now, curl_off_t, curl_o
     if (!transfer.show_progress || kilobytes == transfer.shown_kilobytes) return 0;
     transfer.shown_kilobytes = kilobytes;
     if (total > 0) {
-        fmt::print(stderr, "\r{}: {} of {} kB ({}%) ", transfer.address, kilobytes, total / 1000, now * 100 / total);
+        print_note("\r{}: {} of {} kB ({}%) ", transfer.address, kilobytes, total / 1000, now * 100 / total);
     } else {
-        fmt::print(stderr, "\r{}: {} kB ", transfer.address, kilobytes);
+        print_note("\r{}: {} kB ", transfer.address, kilobytes);
     }
     return 0;
 }
@@ -87,7 +87,7 @@ std::string download(const std::string& address, const DownloadLimits& limits) {
     set(curl, CURLOPT_NOPROGRESS, 0L);
 
     const CURLcode code = curl_easy_perform(curl);
-    if (transfer.shown_kilobytes >= 0) fmt::print(stderr, "\n");
+    if (transfer.shown_kilobytes >= 0) print_note("\n");
     long status = 0;
     curl_easy_getinfo(curl, CURLINFO_RESPONSE_CODE, &status);
     if (transfer.too_large) fail("{}: sends more than the {} bytes allowed", address, limits.max_bytes);

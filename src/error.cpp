@@ -10,10 +10,14 @@
 
 namespace jetlag {
 
-static void print_error(const char* program, std::string message) {
-    for (char& c : message)
-        if (c == '\n' || c == '\r') c = ' ';
-    fmt::print(stderr, "{}: error: {}\n", program, message);
+std::string one_line(std::string text) {
+    for (char& c : text)
+        if (static_cast<unsigned char>(c) < 0x20 || c == 0x7f) c = ' ';
+    return text;
+}
+
+static void print_error(const char* program, const std::string& message) {
+    print_note("{}: error: {}\n", program, one_line(message));
 }
 
 static const char* program_name = "";

@@ -3,6 +3,7 @@
 
 #include <fmt/format.h>
 
+#include <cstdio>
 #include <functional>
 #include <stdexcept>
 #include <string>
@@ -32,8 +33,18 @@ template <typename... Args>
     throw Error(kExitUsage, fmt::format(format, std::forward<Args>(args)...));
 }
 
+// Prints to stderr as fmt::print does. What cannot be written there is lost, which is no reason to fail.
+template <typename... Args>
+void print_note(fmt::format_string<Args...> format, Args&&... args) {
+    const std::string text = fmt::format(format, std::forward<Args>(args)...);
+    std::fwrite(text.data(), 1, text.size(), stderr);
+}
+
+// The text with blanks for line breaks and other control characters, so that it stays one line on a terminal.
+std::string one_line(std::string text);
+
 // Runs the body of main and returns the exit code. An exception becomes the one line
-// "PROGRAM: error: MESSAGE" on stderr; line breaks inside the message become spaces. SIGINT and SIGTERM, unless the
+// "PROGRAM: error: MESSAGE" on stderr (one_line()). SIGINT and SIGTERM, unless the
 // body handles them, end the program with such a line and exit code 1.
 int run_main(const char* program, const std::function<int()>& body);
 

@@ -112,6 +112,16 @@ FolderLock lock_folder(const fs::path& path, bool wait) {
     return lock;
 }
 
+void check_input_path(const std::string& option, const fs::path& path, int exit_code) {
+    std::error_code ignored;
+    const fs::file_status status = fs::status(path, ignored);
+    const char* fault = !fs::exists(status)                                          ? "no such file"
+                        : fs::is_directory(status)                                   ? "is a folder, wanted a file"
+                        : fs::is_character_file(status) || fs::is_block_file(status) ? "is a device, wanted a file"
+                                                                                     : nullptr;
+    if (fault != nullptr) throw Error(exit_code, fmt::format("{} {}: {}", option, path.string(), fault));
+}
+
 std::string read_file(const fs::path& path) {
     const auto fail_reading = [&](int fault) {
         fail("cannot read {}: {}", path.empty() ? "\"\"" : path.string(), std::strerror(fault));

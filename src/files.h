@@ -37,6 +37,10 @@ FolderLock lock_folder(const std::filesystem::path& path, bool wait);
 // The whole file as a string. Errors name the path and the system's reason.
 std::string read_file(const std::filesystem::path& path);
 
+// For a file that a user names to be read: an error of that exit code, naming the option, if there is none, or a folder
+// or a device (which may have no end). A pipe is good.
+void check_input_path(const std::string& option, const std::filesystem::path& path, int exit_code);
+
 // Creates the folder and its parents if they are not there. Errors name the path and the system's reason.
 void make_folder(const std::filesystem::path& path);
 

@@ -16,9 +16,8 @@ inline constexpr int64_t kMaxMidiTick = int64_t{1} << 40;
 inline constexpr double kMaxMidiSeconds = 1e9;
 
 // How to read.
-//   strict   refuses exactly what mido 1.2 (1.2.10, the last of that series; default settings) refuses to load, which
-//   is
-//            the reader of the published corpora, and reads the rest as it does.
+//   strict   refuses exactly what mido 1.2, the reader of the published corpora, refuses to load (1.2.10, the last of
+//            that series; default settings), and reads the rest as it does.
 //   lenient  repairs what it can and counts each kind of repair.
 // Both refuse: zero ticks per quarter note or frame, numbers of variable length over 4 bytes, a header that is not
 // there or too short, ticks past kMaxMidiTick, times past kMaxMidiSeconds.

@@ -7,6 +7,8 @@
 #include <cmath>
 #include <cstdio>
 
+#include "src/error.h"
+
 namespace jetlag {
 
 Progress make_progress() {
@@ -20,7 +22,7 @@ void draw_progress(Progress& progress, const std::string& label, double share, c
     if (!progress.is_terminal || (progress.is_shown && now - progress.last_drawn < std::chrono::milliseconds(100)))
         return;
     const int width = 24, filled = static_cast<int>(std::clamp(share, 0.0, 1.0) * width);
-    fmt::print(stderr, "\r\x1b[K{} [{}{}] {:3.0f}% {}", label, std::string(static_cast<size_t>(filled), '='),
+    print_note("\r\x1b[K{} [{}{}] {:3.0f}% {}", label, std::string(static_cast<size_t>(filled), '='),
                std::string(static_cast<size_t>(width - filled), ' '), 100 * share, text);
     std::fflush(stderr);
     progress.is_shown = true;
@@ -28,7 +30,7 @@ void draw_progress(Progress& progress, const std::string& label, double share, c
 }
 
 void clear_progress(Progress& progress) {
-    if (progress.is_shown) fmt::print(stderr, "\r\x1b[K");
+    if (progress.is_shown) print_note("\r\x1b[K");
     std::fflush(stderr);
     progress.is_shown = false;
 }

@@ -71,8 +71,7 @@ void fuzz_stream_to_midi(std::span<const uint8_t> bytes) {
     const std::string_view stream(reinterpret_cast<const char*>(bytes.data()) + 1, bytes.size() - 1);
     const TokenOptions options = stream_options("", stream);
     const DecodedStream decoded = decode_stream(stream, format);
-    size_t events = 0;
-    for (const StreamPiece& piece : decoded.pieces) events += piece.events.size();
+    const size_t events = static_cast<size_t>(event_count(decoded));
     check(events + static_cast<size_t>(decoded.dropped) <= stream.size(), "there are no more events than bytes");
     try {
         const std::string midi = write_midi(pieces_to_midi(decoded.pieces, options.grid_ms, "a"), "a");

@@ -1,5 +1,7 @@
 #include "test/support.h"
 
+#include <archive.h>
+#include <archive_entry.h>
 #include <fcntl.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
@@ -122,6 +124,29 @@ void expect_error(const ProgramResult& result, const std::string& name, int exit
     EXPECT_TRUE(lines[0].starts_with(name + ": error: ")) << lines[0];
     for (const std::string& part : parts)
         EXPECT_NE(lines[0].find(part), std::string::npos) << lines[0] << "\nhas no: " << part;
+}
+
+std::string zip_of(const std::vector<std::pair<std::string, std::string>>& files) {
+    std::string zip(1 << 20, '\0');
+    size_t used = 0;
+    struct archive* writer = archive_write_new();
+    EXPECT_EQ(archive_write_set_format_zip(writer), ARCHIVE_OK);
+    EXPECT_EQ(archive_write_set_options(writer, "hdrcharset=UTF-8"), ARCHIVE_OK);
+    EXPECT_EQ(archive_write_open_memory(writer, zip.data(), zip.size(), &used), ARCHIVE_OK);
+    for (const auto& [name, content] : files) {
+        struct archive_entry* entry = archive_entry_new();
+        archive_entry_set_pathname_utf8(entry, name.c_str());
+        archive_entry_set_size(entry, static_cast<la_int64_t>(content.size()));
+        archive_entry_set_filetype(entry, AE_IFREG);
+        archive_entry_set_perm(entry, 0644);
+        EXPECT_EQ(archive_write_header(writer, entry), ARCHIVE_OK);
+        EXPECT_EQ(archive_write_data(writer, content.data(), content.size()), static_cast<la_ssize_t>(content.size()));
+        archive_entry_free(entry);
+    }
+    EXPECT_EQ(archive_write_close(writer), ARCHIVE_OK);
+    archive_write_free(writer);
+    zip.resize(used);
+    return zip;
 }
 
 bool is_fast_build() {

@@ -10,6 +10,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace jetlag::test {
@@ -71,6 +72,9 @@ int64_t peak_resident_bytes(const RunningProgram& program);
 // every one of `parts`. With exit code 1 lines of progress ("evaluating ...") may stand before it.
 void expect_error(const ProgramResult& result, const std::string& name, int exit_code,
                   const std::vector<std::string>& parts);
+
+// A zip archive of files, as name and contents; names in UTF-8.
+std::string zip_of(const std::vector<std::pair<std::string, std::string>>& files);
 
 // Whether the tests are built with optimisation and without a sanitizer, so that speed and memory can be judged.
 bool is_fast_build();

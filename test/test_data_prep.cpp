@@ -1,6 +1,4 @@
 // Data preparation: downloads from a small server in this process, prepare_text, and the motif corpora.
-#include <archive.h>
-#include <archive_entry.h>
 #include <arpa/inet.h>
 #include <gtest/gtest.h>
 #include <netinet/in.h>
@@ -27,6 +25,7 @@ namespace {
 using test::ProgramResult;
 using test::run_program;
 using test::TemporaryFolder;
+using test::zip_of;
 
 // Serves each path with the raw response given for it, one connection at a time, on a free port of 127.0.0.1. A path
 // without a response gets the request read and then silence, until the server stops.
@@ -168,28 +167,6 @@ void expect_fails(const ProgramResult& result, int exit_code, const std::vector<
     EXPECT_EQ(result.exit_code, exit_code) << result.out << result.err;
     EXPECT_EQ(std::count(result.err.begin(), result.err.end(), '\n'), 1) << result.err;
     for (const std::string& part : parts) EXPECT_NE(result.err.find(part), std::string::npos) << result.err;
-}
-
-std::string zip_of(const std::vector<std::pair<std::string, std::string>>& files) {
-    std::string zip(1 << 20, '\0');
-    size_t used = 0;
-    struct archive* writer = archive_write_new();
-    EXPECT_EQ(archive_write_set_format_zip(writer), ARCHIVE_OK);
-    EXPECT_EQ(archive_write_open_memory(writer, zip.data(), zip.size(), &used), ARCHIVE_OK);
-    for (const auto& [name, content] : files) {
-        struct archive_entry* entry = archive_entry_new();
-        archive_entry_set_pathname(entry, name.c_str());
-        archive_entry_set_size(entry, static_cast<la_int64_t>(content.size()));
-        archive_entry_set_filetype(entry, AE_IFREG);
-        archive_entry_set_perm(entry, 0644);
-        EXPECT_EQ(archive_write_header(writer, entry), ARCHIVE_OK);
-        EXPECT_EQ(archive_write_data(writer, content.data(), content.size()), static_cast<la_ssize_t>(content.size()));
-        archive_entry_free(entry);
-    }
-    EXPECT_EQ(archive_write_close(writer), ARCHIVE_OK);
-    archive_write_free(writer);
-    zip.resize(used);
-    return zip;
 }
 
 TEST(PrepareText, ChecksAKnownCorpusAndIsIdempotent) {

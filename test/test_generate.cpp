@@ -566,7 +566,7 @@ TEST(Generate, WrongInputs) {
         {{model, "--prompt", ""}, {"--prompt: is empty (wanted at least one byte)"}},
         {{model, "--prompt-file", w.path("empty")}, {"--prompt-file " + w.path("empty") + ": is empty"}},
         {{model, "--prompt-file", w.path("no")}, {"--prompt-file " + w.path("no") + ": no such file"}},
-        {{model, "--prompt-file", folder}, {"--prompt-file " + folder + ": is a folder (wanted a file)"}},
+        {{model, "--prompt-file", folder}, {"--prompt-file " + folder + ": is a folder, wanted a file"}},
         {{model, "--prompt-midi", w.path("no.mid")}, {"--prompt-midi " + w.path("no.mid") + ": no such file"}},
         {{model, "--prompt", "a", "--prompt-tokens", "0"}, {"--prompt-tokens: found 0, wanted a whole number from 1"}},
         {{model, "--prompt", "a", "--midi", folder}, {"--midi " + folder}},
@@ -669,16 +669,56 @@ TEST(Generate, SaysWhatIsWrongWithMidi) {
         const ProgramResult result = run_program("generate", all);
         EXPECT_EQ(result.exit_code, kExitFailed);
         EXPECT_NE(result.err.find(part), std::string::npos) << result.err;
-        EXPECT_NE(result.err.find("generate: note: the corpus is not at " + w.path("gone")), std::string::npos)
+        EXPECT_NE(result.err.find("generate: note: no corpus of MIDI events at " + w.path("gone")), std::string::npos)
             << result.err;
     };
     fails({"--prompt-midi", w.path("a.mid")}, "a.mid: byte 7: the file ends early");
     write_file_atomically(w.path("a.mid"), one_track(hex("00 ff 2f 00")));
     fails({"--prompt-midi", w.path("a.mid")}, "a.mid: holds no event of the kinds that the corpus has");
     write_file_atomically(w.path("a.mid"), one_track(hex("00 90 3c 40 00 ff 2f 00")));
-    fails({"--prompt-midi", w.path("a.mid"), "--prompt-tokens", "5"}, "its first event does not fit into 5 tokens");
+    EXPECT_NE(run_program("generate", {model, "--prompt-midi", w.path("a.mid"), "--prompt-tokens", "5"})
+                  .err.find("its first event does not fit into 5 tokens"),
+              std::string::npos);
     fails({"--prompt", "abc", "--midi", w.path("b.mid")}, "b.mid: not written, the tokens hold no event");
     EXPECT_FALSE(std::filesystem::exists(w.path("b.mid")));
+}
+
+// The run, its corpus and what it reads are not written over.
+TEST(Generate, ReplacesNothingOfTheRun) {
+    const Workshop w;
+    const std::string corpus = w.path("corpus.txt"), run = w.path("run");
+    write_file_atomically(corpus, "abc");
+    std::filesystem::create_directory(run);
+    const std::string model = w.save("run/checkpoint.safetensors", {"data.corpus=" + corpus});
+    for (const std::string& path : {corpus, corpus + ".json", run + "/config.yaml", run + "/state.safetensors",
+                                    run + "/log.csv", run + "/log.jsonl", run + "/initial_eval.json", model})
+        for (const char* option : {"--out", "--midi"})
+            expect_error(run_program("generate", {run, "--prompt", "abc", "--tokens", "5", option, path}), "generate",
+                         kExitUsage, {option, path, "is taken by"});
+    EXPECT_EQ(read_file(corpus), "abc");
+}
+
+TEST(Generate, LosesNothingWhereAnOutputFails) {
+    const Workshop w;
+    const std::string model = w.save("model", {});
+    const Texts arguments = {model, "--prompt", "d000.on060.v064.c0 ", "--tokens", "5", "--midi", w.path("a.mid")};
+    Texts with_out = arguments;
+    with_out.insert(with_out.end(), {"--out", "/dev/full"});
+    const ProgramResult result = run_program("generate", with_out);
+    EXPECT_EQ(result.exit_code, kExitFailed);
+    EXPECT_NE(result.err.find("generate: error: cannot write /dev/full"), std::string::npos) << result.err;
+    EXPECT_TRUE(std::filesystem::remove(w.path("a.mid")));
+    // Nowhere to say anything.
+    for (const char* err : {"/dev/full", ""}) {
+        RunningProgram program = start_program("generate", arguments, {}, [&] {
+            close(2);
+            if (*err != '\0') open(err, O_WRONLY);
+        });
+        const ProgramResult silent = wait_for_program(program);
+        EXPECT_EQ(silent.exit_code, kExitGood) << err;
+        EXPECT_EQ(silent.out.size(), 5u);
+        EXPECT_TRUE(std::filesystem::remove(w.path("a.mid")));
+    }
 }
 
 TEST(Generate, LogitsThatAreNotFinite) {

@@ -451,7 +451,7 @@ std::map<std::string, std::string> real_files() {
         const std::filesystem::path path = test::shared_folder() / "data" / "midi" / name;
         read_archive(
             read_file(path), path, uint64_t{1} << 30, [](const std::string& file) { return !file.ends_with(".csv"); },
-            [&](const std::string& file, std::string bytes) { files[file] = std::move(bytes); });
+            [&](ArchiveFile file) { files[file.path] = std::move(file.contents); });
     }
     return files;
 }

@@ -28,6 +28,7 @@ using test::one_track;
 using test::ProgramResult;
 using test::run_program;
 using test::TemporaryFolder;
+using test::zip_of;
 
 const std::string kEnd = "00 ff 2f 00";
 
@@ -507,12 +508,18 @@ TEST(PrepareMidi, RefusesWrongInput) {
             {"--selection longets: wanted one of shortest, longest, random, metadata (did you mean longest?)"});
     refuses({"files", good, "--out", out, "--format", "json"}, 2, {"--format json: wanted one of text, binary"});
     refuses({"files", good, "--out", out, "--mode", "loose"}, 2, {"--mode loose"});
-    refuses({"files", good, "--out", out, "--grid-ms", "0"}, 2, {"--grid-ms 0: wanted 0.1 to 10000"});
+    refuses({"files", good, "--out", out, "--grid-ms", "0"}, 2,
+            {"--grid-ms: found 0, wanted milliseconds from 0.1 to 10000"});
     refuses({"files", good, "--out", out, "--grid-ms", "nan"}, 2, {"--grid-ms"});
-    refuses({"files", good, "--out", out, "--max-delta", "0"}, 2, {"--max-delta 0: wanted 1 to 999999"});
-    refuses({"files", good, "--out", out, "--max-files", "0"}, 2, {"--max-files 0"});
-    refuses({"files", good, "--out", out, "--max-events-per-piece", "-1"}, 2, {"--max-events-per-piece -1"});
-    refuses({"files", good, "--out", out, "--seed", "-1"}, 2, {"--seed -1"});
+    refuses({"files", good, "--out", out, "--max-delta", "0"}, 2,
+            {"--max-delta: found 0, wanted a whole number from 1 to 999999"});
+    refuses({"files", good, "--out", out, "--max-files", "0"}, 2, {"--max-files: found 0"});
+    refuses({"files", good, "--out", out, "--max-events-per-piece", "-1"}, 2, {"--max-events-per-piece: found -1"});
+    refuses({"files", good, "--out", out, "--seed", "99999999999999999999"}, 2, {"--seed: found 99999999999999999999"});
+    refuses({"files", "", "--out", out}, 2, {"PATH: is empty"});
+    refuses({"files", good, "--out", ""}, 2, {"--out: is empty"});
+    refuses({"files", "/dev/zero", "--out", out}, 1, {"/dev/zero: is a device or a pipe"});
+    refuses({"files", good, "--out", out, "--seed", "-1"}, 2, {"--seed: found -1"});
     refuses({"files", good, "--out", out, "--split", "train"}, 2, {"--split"});
     refuses({"files", good, "--out", good}, 2, {"--out", "would replace", "good.mid"});
     refuses({"files", good, "--out", folder.path / "empty"}, 2, {"is a folder"});
@@ -555,6 +562,43 @@ TEST(PrepareMidi, RefusesArchivesWithoutTheirMetadata) {
     refuses({"maestro", "--archive", archive}, {"holds 0 CSV files, wanted one with the metadata"});
 }
 
+std::string maestro_csv(const std::vector<std::string>& files) {
+    std::string csv = "canonical_composer,canonical_title,split,year,midi_filename,audio_filename,duration\n";
+    for (const std::string& file : files) csv += "A,B,train,2018," + file + ",x.wav,1\n";
+    return csv;
+}
+
+TEST(PrepareMidi, SkipsWhatCannotBeReadFromAnArchiveAndTakesTheNext) {
+    const TemporaryFolder folder;
+    const std::string out = folder.path / "out.txt", archive = folder.path / "a.zip";
+    const auto run = [&](const std::string& zip, const std::vector<std::string>& more) {
+        write_file_atomically(archive, zip);
+        std::vector<std::string> arguments = {"maestro", "--archive", archive, "--out", out, "--force"};
+        arguments.insert(arguments.end(), more.begin(), more.end());
+        return run_program("prepare_midi", arguments);
+    };
+    const auto note = [](uint8_t pitch) {
+        return one_track(hex("00 90") + static_cast<char>(pitch) + hex("40 00 ff 2f 00")) + std::string(2000, 'x');
+    };
+    const std::string header = "|SPLIT=train|DUR=1.00|COMP=A|TITLE=B|";
+    std::string zip = zip_of({{"m/m.csv", maestro_csv({"1.midi", "2.midi", "gone.midi", "M\u00e9.midi", "2.midi"})},
+                              {"m/1.midi", note(1)},
+                              {"m/2.midi", note(2)},
+                              {"m/M\u00e9.midi", note(3)}});
+    // A byte of the first file; its checksum no longer fits.
+    const size_t at = zip.find("1.midi") + 40;
+    zip[at] = static_cast<char>(zip[at] ^ 1);
+    ProgramResult result = run(zip, {});
+    ASSERT_EQ(result.exit_code, 0) << result.err;
+    EXPECT_EQ(from_first_piece(read_file(out)), "PIECE=0000" + header + "d000.on002.v064.c0\nPIECE=0001" + header +
+                                                    "d000.on002.v064.c0\nPIECE=0002" + header + "d000.on003.v064.c0\n");
+    EXPECT_NE(result.err.find("skipped m/1.midi: cannot be read from the archive: "), std::string::npos) << result.err;
+    EXPECT_NE(result.err.find("skipped gone.midi: is not in the archive"), std::string::npos) << result.err;
+    result = run(zip, {"--max-files", "1"});
+    ASSERT_EQ(result.exit_code, 0) << result.err;
+    EXPECT_EQ(from_first_piece(read_file(out)), "PIECE=0000" + header + "d000.on002.v064.c0\n");
+}
+
 TEST(MidiFromTokens, ReadsTextWithItsHeaderLineAndSaysWhatItDrops) {
     const TemporaryFolder folder;
     const std::string stream = folder.path / "s.txt", midi = folder.path / "s.mid";
@@ -578,10 +622,12 @@ TEST(MidiFromTokens, ReadsTextWithItsHeaderLineAndSaysWhatItDrops) {
     refuses({}, 2, {"STREAM"});
     refuses({folder.path / "absent.txt", midi}, 1, {"absent.txt"});
     refuses({stream, stream}, 2, {"is the stream itself"});
+    refuses({stream, stream + ".json"}, 2, {"is the manifest of the stream"});
+    refuses({"/dev/zero", midi}, 1, {"is a device"});
     refuses({stream, folder.path / "absent" / "s.mid"}, 2, {"absent"});
     refuses({stream, midi, "--format", "midi"}, 2, {"--format midi: wanted text or binary"});
-    refuses({stream, midi, "--grid-ms", "0"}, 2, {"--grid-ms 0"});
-    refuses({stream, midi, "--piece", "-1"}, 2, {"--piece -1"});
+    refuses({stream, midi, "--grid-ms", "0"}, 2, {"--grid-ms: found 0"});
+    refuses({stream, midi, "--piece", "-1"}, 2, {"--piece: found -1"});
     write_file_atomically(stream, "");
     refuses({stream, midi}, 1, {"is empty"});
     write_file_atomically(stream, "no events here");

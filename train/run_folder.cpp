@@ -23,11 +23,29 @@ std::filesystem::path config_path(const std::filesystem::path& folder) {
 std::filesystem::path state_path(const std::filesystem::path& folder) {
     return folder / "state.safetensors";
 }
+std::filesystem::path initial_eval_path(const std::filesystem::path& folder) {
+    return folder / "initial_eval.json";
+}
 static std::filesystem::path csv_path(const std::filesystem::path& folder) {
     return folder / "log.csv";
 }
 static std::filesystem::path jsonl_path(const std::filesystem::path& folder) {
     return folder / "log.jsonl";
+}
+
+void check_output_not_taken(const std::string& option, const std::filesystem::path& path,
+                            const std::vector<std::string>& taken) {
+    check_output_path(option, path);
+    if (std::filesystem::is_character_file(path)) return;
+    for (const std::string& other : taken) {
+        if (other.empty()) continue;
+        std::vector<std::filesystem::path> files = {other};
+        if (std::filesystem::is_directory(other))
+            files = {config_path(other), initial_eval_path(other), csv_path(other),
+                     jsonl_path(other),  checkpoint_file(other),   state_path(other)};
+        for (const std::filesystem::path& file : files)
+            if (same_place(path, file)) fail_usage("{} {}: is taken by {}", option, path.string(), other);
+    }
 }
 
 bool holds_a_run(const std::filesystem::path& folder) {

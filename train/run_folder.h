@@ -12,6 +12,7 @@
 #include <filesystem>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "models/config.h"
 #include "models/model.h"
@@ -36,8 +37,14 @@ struct LogRow {
     double seconds = 0;  // of training, over all processes that the run took
 };
 
+// For output files that are written after minutes of work: exit code 2, naming the option, if the path cannot be
+// written to or is one of `taken`, other outputs and inputs; a run folder stands for the files of the run.
+void check_output_not_taken(const std::string& option, const std::filesystem::path& path,
+                            const std::vector<std::string>& taken);
+
 std::filesystem::path config_path(const std::filesystem::path& folder);
 std::filesystem::path state_path(const std::filesystem::path& folder);
+std::filesystem::path initial_eval_path(const std::filesystem::path& folder);
 
 // True if the folder holds something that a new run would lose: a state, a checkpoint, or rows of a log.
 bool holds_a_run(const std::filesystem::path& folder);

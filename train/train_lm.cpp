@@ -178,7 +178,7 @@ int train(const Config& config, const std::vector<Setting>& settings, const std:
             fail("interrupted by {} before the first step; nothing to save", strsignal(caught_signal));
         if (!losses.empty()) {
             fmt::print("initial held-out loss {:.4f} over {} batches\n", mean(losses), losses.size());
-            write_file_atomically(folder / "initial_eval.json",
+            write_file_atomically(initial_eval_path(folder),
                                   nlohmann::ordered_json{{"loss", mean(losses)}, {"losses", losses}}.dump() + "\n");
         }
     }
