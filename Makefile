@@ -100,7 +100,7 @@ $(TESTS): $(patsubst %.cpp,$(BUILD)/obj/%.o,$(TEST_SOURCES)) $(LIBRARY)
 fuzz:
 	@$(MAKE) --no-print-directory fuzzers BUILD=build/fuzz CXX=clang++ SAN=fuzzer-no-link,address,undefined OPENMP=
 fuzzers: $(FUZZERS)
-$(BUILD)/fuzz_%: $(patsubst %.cpp,$(BUILD)/obj/%.o,test/fuzz/%.cpp test/fuzz_targets.cpp src/midi.cpp src/error.cpp \
+$(BUILD)/fuzz_%: $(patsubst %.cpp,$(BUILD)/obj/%.o,test/fuzz/%.cpp test/fuzz_targets.cpp src/midi.cpp src/error.cpp src/command_line.cpp \
 		src/files.cpp src/manifest.cpp data_prep/midi_tokens.cpp)
 	$(CXX) $(LDFLAGS) -fsanitize=fuzzer $^ -lfmt -lcrypto -o $@
 
