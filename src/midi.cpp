@@ -293,6 +293,7 @@ void read_event(Reader& r, MidiTrack& track, TrackState& state);
 
 // How many of the events from `at` on come out wrong, of the next few, if the event before them ends there.
 int64_t faults_from(const Reader& r, const TrackState& state, size_t at) {
+    if (at > r.limit) return INT64_MAX;
     std::array<int64_t, kMidiRepairs> repairs = {};
     Reader trial{r.bytes, at, r.mode, r.name, repairs, r.limit, true};
     TrackState trial_state = state;
