@@ -54,6 +54,8 @@
 #ifdef __CUDACC__
 namespace jetlag {
 
+inline constexpr const char* kBackendName = "cuda";
+
 #define SHARED_ARRAY(type, name, count) __shared__ type name[count]
 
 extern __shared__ __align__(16) unsigned char dynamic_shared_memory[];

@@ -272,10 +272,9 @@ inline unsigned __reduce_add_sync(unsigned mask, unsigned x, EMU_SITE) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------
-// The runtime's types
+// The runtime
 
-struct CUstream_st;
-using cudaStream_t = CUstream_st*;
+#include "kernels/emu/runtime.h"
 
 // ---------------------------------------------------------------------------------------------------------------
 // The primitives of kernels/cuda/device.h; what they do stands there
