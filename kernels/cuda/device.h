@@ -32,24 +32,39 @@
 //         matrix l / 8; x2 ignores what the lanes from 16 on point to. r[i] gets of matrix i the row g, columns 2t,
 //         2t+1; with _trans the rows 2t, 2t+1 of column g.
 //
+//     warp_sum(float or double), warp_max(float)
+//         Over the lanes of a full warp, by halves: five exchanges with lane ^ 16, ^ 8, ... Every lane gets the result.
+//
 // Multiply-adds are not fused by the compiler in either world (as on the CPU, see the Makefile): write fmaf where one
 // rounding is meant.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <stdexcept>
+#include <string>
 
 #ifdef __CUDACC__
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
-#include <stdexcept>
-#include <string>
 #include <tuple>
 #include <utility>
 #else
 #include "kernels/emu/emu.h"
 #endif
+
+namespace jetlag {
+
+// The kernel's name in the text of a launch: "KERNEL, grid, block, ...".
+inline std::string kernel_name(const char* text) {
+    int depth = 0;  // of template arguments
+    const char* end = text;
+    for (; *end != '\0' && (depth > 0 || *end != ','); end++) depth += (*end == '<') - (*end == '>');
+    return std::string(text, end);
+}
+
+}  // namespace jetlag
 
 #ifdef __CUDACC__
 namespace jetlag {
@@ -143,12 +158,17 @@ __device__ __forceinline__ void load_matrix_x2_trans(uint32_t r[2], const void* 
                  : "memory");
 }
 
-// text: "KERNEL, grid, block, ..."; the kernel's name ends at the first comma outside of its template arguments.
-inline std::string kernel_name(const char* text) {
-    int depth = 0;
-    const char* end = text;
-    for (; *end != '\0' && (depth > 0 || *end != ','); end++) depth += (*end == '<') - (*end == '>');
-    return std::string(text, end);
+__device__ __forceinline__ float warp_sum(float x) {
+    for (int lanes = 16; lanes > 0; lanes /= 2) x += __shfl_xor_sync(0xffffffffu, x, lanes);
+    return x;
+}
+__device__ __forceinline__ double warp_sum(double x) {
+    for (int lanes = 16; lanes > 0; lanes /= 2) x += __shfl_xor_sync(0xffffffffu, x, lanes);
+    return x;
+}
+__device__ __forceinline__ float warp_max(float x) {
+    for (int lanes = 16; lanes > 0; lanes /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, lanes));
+    return x;
 }
 
 template <typename... Parameters, typename... Arguments>
@@ -200,20 +220,6 @@ __device__ __forceinline__ void store(float* p, float x) {
 }
 __device__ __forceinline__ void store(bf16* p, float x) {
     *p = to_bf16(x);
-}
-
-// Over the lanes of a full warp, by halves in a fixed order; every lane gets the result.
-__device__ __forceinline__ float warp_sum(float x) {
-    for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) x += __shfl_xor_sync(kAllLanes, x, lanes);
-    return x;
-}
-__device__ __forceinline__ double warp_sum(double x) {
-    for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) x += __shfl_xor_sync(kAllLanes, x, lanes);
-    return x;
-}
-__device__ __forceinline__ float warp_max(float x) {
-    for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, lanes));
-    return x;
 }
 
 }  // namespace jetlag

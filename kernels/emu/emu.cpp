@@ -1,7 +1,5 @@
 // Runs the threads of blocks as fibers; see emu.h.
 
-#include "kernels/emu/emu.h"
-
 #include <fmt/format.h>
 #include <omp.h>
 #include <sys/mman.h>
@@ -12,8 +10,11 @@
 #include <cstdlib>
 #include <memory>
 #include <new>
+#include <stdexcept>
 #include <string>
 #include <vector>
+
+#include "kernels/cuda/device.h"
 
 #ifdef __SANITIZE_ADDRESS__
 #include <sanitizer/asan_interface.h>
@@ -41,11 +42,9 @@ constexpr int kMaxThreads = 1024;
 // As compute capability 8.6 and 12.0 have it, the least of what we build for.
 constexpr size_t kMaxStaticShared = 48 * 1024, kMaxShared = 99 * 1024;
 
-enum class State : uint8_t { fresh, runnable, at_barrier, in_warp_operation, ended };
-
 struct Stack {
     std::byte* bottom;
-    std::byte* top;
+    size_t bytes;
 };
 
 // A copy under way. A group without a copy is nobody's business.
@@ -56,24 +55,29 @@ struct Copy {
     int group;
 };
 
-// A thread of the running block.
-struct Fiber {
-    context::fcontext_t context;
-    Stack stack;
+// A thread of the running block. There may be many, and a switch touches two: they fit in a cache line each.
+struct alignas(64) Fiber {
+    context::fcontext_t context;  // nullptr: it has not started
     uint3 index;
-    int number;  // in the block
-    State state;
-    Site site;                 // where it waits
-    WarpOperation* operation;  // in_warp_operation
-    int groups;                // of asynchronous copies that it committed
-    std::vector<Copy> copies;
-    void* fake_stack;  // AddressSanitizer's
+    int number;                // in the block
+    int stack;                 // in stacks
+    WarpOperation* operation;  // where it waits, if it does that in a warp operation
+#ifdef __SANITIZE_ADDRESS__
+    void* fake_stack;
+#endif
 };
 
+// The lanes of a warp, by what they do; those in none of the sets run, or can.
 struct WarpState {
-    uint32_t waiting;  // lanes in a warp operation
-    uint32_t wanted;   // lanes that those wait for
-    uint32_t ended;
+    uint32_t at_barrier, ended;
+    uint32_t waiting;  // in a warp operation
+    uint32_t wanted;   // that those wait for
+};
+
+// The asynchronous copies of a thread.
+struct Copies {
+    std::vector<Copy> under_way;
+    int groups = 0;  // committed
 };
 
 struct SharedArray {
@@ -104,26 +108,30 @@ uint64_t mix(uint64_t x) {  // splitmix64
 // One operating-system thread's means of running a block, kept from block to block.
 struct Machine {
     const Launch* launch = nullptr;
-    Fiber main{};
     Fiber* current = nullptr;
-    std::vector<Fiber> fibers{kMaxThreads};
+    Fiber main{};  // what runs the block
+    Stack main_stack{};
+    Fiber gone{};  // takes the place of a thread that has ended
+    std::unique_ptr<Fiber[]> fibers{new Fiber[kMaxThreads]()};
     WarpState warps[kMaxThreads / kLanes];
+    dim3 shape{0};  // for which the fibers' indices are
 
-    int runnable[kMaxThreads];
+    uint16_t runnable[kMaxThreads];
     int runnable_count = 0;
     int at_barrier = 0, ended = 0;
     Site barrier_site{};
     uint64_t random = 0;
 
     // Stacks are made when first needed. A kernel whose threads never wait needs one for all of them.
-    std::vector<Stack> free_stacks;
-    int stacks = 0;
+    std::vector<Stack> stacks;
+    std::vector<int> free_stacks;
     std::byte* stack_memory = nullptr;
 
     // Arrays in shared memory, one after the other, with red zones before, between and after.
     std::byte* shared = nullptr;
     size_t shared_used = 0, static_shared = 0;
     std::vector<SharedArray> arrays;
+    std::vector<Copies> copies{kMaxThreads};
 
     Machine();
     ~Machine();
@@ -174,13 +182,6 @@ Machine& make_machine() {
 // ---------------------------------------------------------------------------------------------------------------
 // Errors
 
-std::string kernel_name(const char* text) {
-    int depth = 0;
-    const char* end = text;
-    for (; *end != '\0' && (depth > 0 || *end != ','); end++) depth += (*end == '<') - (*end == '>');
-    return std::string(text, end);
-}
-
 std::string describe(const uint3& index) {
     return fmt::format("({},{},{})", index.x, index.y, index.z);
 }
@@ -215,6 +216,11 @@ const char* name(Warp kind) {
             return "a vote";
         case Warp::add:
             return "__reduce_add_sync";
+        case Warp::sum_float:
+        case Warp::sum_double:
+            return "warp_sum";
+        case Warp::max_float:
+            return "warp_max";
         case Warp::mma_bf16:
             return "mma_bf16";
         case Warp::mma_tf32:
@@ -225,15 +231,48 @@ const char* name(Warp kind) {
     return "";
 }
 
-// What the thread does that others wait for in vain.
-std::string describe(const Fiber& fiber) {
-    std::string text = "thread " + describe(fiber.index);
-    if (fiber.state == State::ended) return text + " has ended";
-    if (fiber.state == State::at_barrier) return text + " is at __syncthreads at " + describe(fiber.site);
-    if (fiber.state == State::in_warp_operation)
-        return text + fmt::format(" is at {} with mask {:#010x} at {}", name(fiber.operation->kind),
-                                  fiber.operation->mask, describe(fiber.site));
+// The lanes of the fiber's warp in which a bit of the set is, as threads.
+template <typename F>
+void for_lanes(const Machine& m, const Fiber& fiber, uint32_t set, F f) {
+    for (int l = 0; l < kLanes; l++)
+        if (set >> l & 1) f(m.fibers[fiber.number / kLanes * kLanes + l]);
+}
+
+std::string describe(const WarpOperation& operation) {
+    return fmt::format("{} with mask {:#010x} at {}", name(operation.kind), operation.mask, describe(operation.site));
+}
+
+// What the thread does, for which others wait in vain.
+std::string describe(const Machine& m, const Fiber& fiber) {
+    const WarpState& warp = m.warps[fiber.number / kLanes];
+    const int lane = fiber.number % kLanes;
+    const std::string text = "thread " + describe(fiber.index);
+    if (warp.ended >> lane & 1) return text + " has ended";
+    if (warp.at_barrier >> lane & 1) return text + " waits at __syncthreads at " + describe(m.barrier_site);
+    if (warp.waiting >> lane & 1) return text + " waits at " + describe(*fiber.operation);
     return text + " runs";
+}
+
+bool same(const WarpOperation& a, const WarpOperation& b) {
+    return a.kind == b.kind && a.mask == b.mask && a.count == b.count && a.transposed == b.transposed;
+}
+
+// The fiber waits in a warp operation. Stops if one of its lanes cannot come.
+void check_lanes(const Machine& m, const Fiber& fiber) {
+    const WarpState& warp = m.warps[fiber.number / kLanes];
+    const WarpOperation& operation = *fiber.operation;
+    for_lanes(m, fiber, operation.mask, [&](const Fiber& other) {
+        const uint32_t bit = 1u << other.number % kLanes;
+        if (((warp.ended | warp.at_barrier) & bit) || ((warp.waiting & bit) && !same(operation, *other.operation)))
+            stop_thread(fiber, "waits at {}, but {}", describe(operation), describe(m, other));
+    });
+}
+
+// The thread is at a barrier or has ended. Stops if a lane of its warp waits for it.
+void check_not_wanted(const Machine& m, const Fiber& fiber) {
+    const WarpState& warp = m.warps[fiber.number / kLanes];
+    if (warp.wanted >> fiber.number % kLanes & 1)
+        for_lanes(m, fiber, warp.waiting, [&](const Fiber& other) { check_lanes(m, other); });
 }
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -241,23 +280,24 @@ std::string describe(const Fiber& fiber) {
 
 void entry(context::transfer_t transfer);
 
-Stack make_stack(Machine& m) {
-    const size_t number = static_cast<size_t>(m.stacks++);
+int make_stack(Machine& m) {
+    const size_t number = m.stacks.size();
     std::byte* bottom = m.stack_memory + number * kStackStride;
     mprotect(bottom, kPage, PROT_NONE);  // an overflow is a segmentation fault
     // The tops at different offsets within a page, for the same reason as the stride.
-    const size_t offset = number % 32 * 64 * 2;
-    return {bottom + kPage, bottom + kPage + kStackBytes - offset};
+    const size_t offset = number % 32 * 128;
+    m.stacks.push_back({bottom + kPage, kPage + kStackBytes - offset});
+    return static_cast<int>(number);
 }
 
-int pick(Machine& m) {
+Fiber& pick(Machine& m) {
     m.random ^= m.random << 13;
     m.random ^= m.random >> 7;
     m.random ^= m.random << 17;
-    const int i = static_cast<int>((m.random >> 32) * static_cast<uint64_t>(m.runnable_count) >> 32);
-    const int number = m.runnable[i];
+    const uint64_t i = (m.random >> 32) * static_cast<uint64_t>(m.runnable_count) >> 32;
+    Fiber& fiber = m.fibers[m.runnable[i]];
     m.runnable[i] = m.runnable[--m.runnable_count];
-    return number;
+    return fiber;
 }
 
 void make_current(Machine& m, Fiber& fiber) {
@@ -265,90 +305,88 @@ void make_current(Machine& m, Fiber& fiber) {
     threadIdx = fiber.index;
 }
 
-// Leaves `from` for `to`, and returns when `from` goes on.
-void jump(Machine& m, Fiber& from, Fiber& to, bool for_good) {
-    if (to.state == State::fresh) {
-        if (m.free_stacks.empty()) m.free_stacks.push_back(make_stack(m));
-        to.stack = m.free_stacks.back();
-        m.free_stacks.pop_back();
-        to.context = context::make_fcontext(to.stack.top, static_cast<size_t>(to.stack.top - to.stack.bottom), entry);
+void start(Machine& m, Fiber& fiber) {
+    if (m.free_stacks.empty()) m.free_stacks.push_back(make_stack(m));
+    fiber.stack = m.free_stacks.back();
+    m.free_stacks.pop_back();
+    const Stack& stack = m.stacks[fiber.stack];
+    fiber.context = context::make_fcontext(stack.bottom + stack.bytes, stack.bytes, entry);
 #ifdef __SANITIZE_ADDRESS__
-        ASAN_UNPOISON_MEMORY_REGION(to.stack.bottom, static_cast<size_t>(to.stack.top - to.stack.bottom));
+    ASAN_UNPOISON_MEMORY_REGION(stack.bottom, stack.bytes);
 #endif
-    }
-    if (&to != &m.main) make_current(m, to);
+}
+
+// Leaves `from` for `to`, and returns when `from` goes on; never if it is gone.
+void jump(Machine& m, Fiber& from, Fiber& to) {
 #ifdef __SANITIZE_ADDRESS__
-    __sanitizer_start_switch_fiber(for_good ? nullptr : &from.fake_stack, to.stack.bottom,
-                                   static_cast<size_t>(to.stack.top - to.stack.bottom));
-#else
-    (void)for_good;
+    const Stack& stack = &to == &m.main ? m.main_stack : m.stacks[to.stack];
+    __sanitizer_start_switch_fiber(&from == &m.gone ? nullptr : &from.fake_stack, stack.bottom, stack.bytes);
 #endif
     const context::transfer_t transfer = context::jump_fcontext(to.context, &from);
 #ifdef __SANITIZE_ADDRESS__
     __sanitizer_finish_switch_fiber(from.fake_stack, nullptr, nullptr);
 #endif
+    (void)m;
     static_cast<Fiber*>(transfer.data)->context = transfer.fctx;
 }
 
 // The current thread waits; others go on until it can.
 void wait(Machine& m) {
     Fiber& me = *m.current;
-    if (m.runnable_count == 0) stop_thread(me, "no thread of the block can go on: {}", describe(me));
-    const int next = pick(m);
-    Fiber& to = m.fibers[static_cast<size_t>(next)];
-    if (&to != &me) jump(m, me, to, false);
+    if (m.runnable_count == 0) {
+        for (int i = 0; i < m.launch->threads; i++)
+            if (m.warps[i / kLanes].waiting >> i % kLanes & 1) check_lanes(m, m.fibers[i]);
+        stop_thread(me, "no thread of the block can go on: {}", describe(m, me));
+    }
+    Fiber& next = pick(m);
+    if (&next == &me) return;
+    if (next.context == nullptr) start(m, next);
+    make_current(m, next);
+    jump(m, me, next);
 }
 
 void end_thread(Machine& m, Fiber& me) {
-    WarpState& warp = m.warps[me.number / kLanes];
-    const uint32_t bit = 1u << me.number % kLanes;
-    me.state = State::ended;
-    warp.ended |= bit;
+    me.context = nullptr;
+    m.warps[me.number / kLanes].ended |= 1u << me.number % kLanes;
     m.ended++;
+    if (Copies& copies = m.copies[me.number]; copies.groups > 0 || !copies.under_way.empty()) {
+        copies.under_way.clear();
+        copies.groups = 0;
+    }
     if (m.at_barrier > 0)
-        stop_thread(me, "ends without reaching __syncthreads at {}, where {} threads wait", describe(m.barrier_site),
-                    m.at_barrier);
-    if (warp.wanted & bit)
-        for (int lane = 0; lane < kLanes; lane++)
-            if (const Fiber& other = m.fibers[static_cast<size_t>(me.number / kLanes * kLanes + lane)];
-                (warp.waiting >> lane & 1) && (other.operation->mask & bit))
-                stop_thread(other, "waits at {} with mask {:#010x} at {}, but {}", name(other.operation->kind),
-                            other.operation->mask, describe(other.site), describe(me));
+        stop_thread(me, "ends without reaching __syncthreads at {}, where {} of {} threads wait",
+                    describe(m.barrier_site), m.at_barrier, m.launch->threads);
+    check_not_wanted(m, me);
 }
 
-// Runs threads on one stack, one after the other, as long as the next one is fresh.
+// Runs threads on one stack, one after the other, as long as the next one has not started.
 void entry(context::transfer_t transfer) {
     Machine& m = machine();
     Fiber& before = *static_cast<Fiber*>(transfer.data);
     before.context = transfer.fctx;
 #ifdef __SANITIZE_ADDRESS__
     const void* bottom;
-    size_t size;
-    __sanitizer_finish_switch_fiber(nullptr, &bottom, &size);
-    if (&before == &m.main) {
-        m.main.stack.bottom = static_cast<std::byte*>(const_cast<void*>(bottom));
-        m.main.stack.top = m.main.stack.bottom + size;
-    }
+    size_t bytes;
+    __sanitizer_finish_switch_fiber(nullptr, &bottom, &bytes);
+    if (&before == &m.main) m.main_stack = {static_cast<std::byte*>(const_cast<void*>(bottom)), bytes};
 #endif
-    Fiber* me = m.current;
     for (;;) {
-        me->state = State::runnable;
+        Fiber& me = *m.current;
         m.launch->body(m.launch->arguments);
-        end_thread(m, *me);
+        end_thread(m, me);
         Fiber* next = &m.main;
         if (m.runnable_count > 0) {
-            next = &m.fibers[static_cast<size_t>(pick(m))];
+            next = &pick(m);
+            make_current(m, *next);
+            if (next->context == nullptr) {
+                next->stack = me.stack;
+                continue;
+            }
         } else if (m.ended < m.launch->threads) {
-            stop_thread(*me, "ends, and no other thread of the block can go on");
+            stop_thread(me, "ends, and no other thread of the block can go on");
         }
-        if (next->state == State::fresh) {
-            next->stack = me->stack;
-            me = next;
-            make_current(m, *me);
-            continue;
-        }
-        m.free_stacks.push_back(me->stack);  // used again only after the jump
-        jump(m, *me, *next, true);
+        m.free_stacks.push_back(me.stack);  // nobody takes it before the jump
+        jump(m, m.gone, *next);
     }
 }
 
@@ -410,58 +448,69 @@ bool is_aligned(const void* p, int bytes) {
 // ---------------------------------------------------------------------------------------------------------------
 // Warp operations, carried out for all lanes of a mask at once
 
-float low_bf16(uint32_t pair) {
-    return std::bit_cast<float>(pair << 16);
-}
-float high_bf16(uint32_t pair) {
-    return std::bit_cast<float>(pair & 0xffff0000u);
-}
-float tf32(uint32_t bits) {
-    return std::bit_cast<float>(bits & 0xffffe000u);
-}
+using Row = float __attribute__((vector_size(32)));  // of d and b
 
-// d (16, 8) += a (16, K) b (K, 8), with d in the lanes' registers.
+// d (16, 8) += a (16, K) b (K, 8), with d in the lanes' registers. Products of bf16 and tf32 are exact; sums are in
+// float, in the order of k. The device adds in an order of its own.
 template <int K>
-void multiply(WarpOperation* const lanes[kLanes], const float (&a)[16][K], const float (&b)[K][8]) {
-    float d[16][8];
-    for (int l = 0; l < kLanes; l++)
-        for (int i = 0; i < 4; i++) d[l / 4 + i / 2 * 8][l % 4 * 2 + i % 2] = lanes[l]->d[i];
-    for (int row = 0; row < 16; row++)
+void multiply(WarpOperation* const lanes[kLanes], const float (&a)[K][16], const Row (&b)[K]) {
+    Row d[16];
+    for (int l = 0; l < kLanes; l++) {
+        std::memcpy(reinterpret_cast<float*>(&d[l / 4]) + l % 4 * 2, lanes[l]->d, 8);
+        std::memcpy(reinterpret_cast<float*>(&d[l / 4 + 8]) + l % 4 * 2, lanes[l]->d + 2, 8);
+    }
+    for (int half = 0; half < 16; half += 8) {
+        Row sum[8];
+        for (int row = 0; row < 8; row++) sum[row] = d[half + row];
         for (int k = 0; k < K; k++)
-            for (int column = 0; column < 8; column++) d[row][column] += a[row][k] * b[k][column];
-    for (int l = 0; l < kLanes; l++)
-        for (int i = 0; i < 4; i++) lanes[l]->d[i] = d[l / 4 + i / 2 * 8][l % 4 * 2 + i % 2];
+            for (int row = 0; row < 8; row++) sum[row] += a[k][half + row] * b[k];
+        for (int row = 0; row < 8; row++) d[half + row] = sum[row];
+    }
+    for (int l = 0; l < kLanes; l++) {
+        std::memcpy(lanes[l]->d, reinterpret_cast<float*>(&d[l / 4]) + l % 4 * 2, 8);
+        std::memcpy(lanes[l]->d + 2, reinterpret_cast<float*>(&d[l / 4 + 8]) + l % 4 * 2, 8);
+    }
 }
 
 void run_mma_bf16(WarpOperation* const lanes[kLanes]) {
-    float a[16][16], b[16][8];
+    uint32_t a[16][16], b[16][8];  // float's bits, of which bf16 are the upper half
     for (int l = 0; l < kLanes; l++) {
         const int g = l / 4, t = l % 4;
         for (int i = 0; i < 4; i++) {
-            a[g + i % 2 * 8][2 * t + i / 2 * 8] = low_bf16(lanes[l]->a[i]);
-            a[g + i % 2 * 8][2 * t + i / 2 * 8 + 1] = high_bf16(lanes[l]->a[i]);
+            const uint32_t pair = lanes[l]->a[i];
+            a[2 * t + i / 2 * 8][g + i % 2 * 8] = pair << 16;
+            a[2 * t + i / 2 * 8 + 1][g + i % 2 * 8] = pair & 0xffff0000u;
         }
         for (int i = 0; i < 2; i++) {
-            b[2 * t + i * 8][g] = low_bf16(lanes[l]->b[i]);
-            b[2 * t + i * 8 + 1][g] = high_bf16(lanes[l]->b[i]);
+            const uint32_t pair = lanes[l]->b[i];
+            b[2 * t + i * 8][g] = pair << 16;
+            b[2 * t + i * 8 + 1][g] = pair & 0xffff0000u;
         }
     }
-    multiply<16>(lanes, a, b);
+    float a_floats[16][16];
+    Row b_rows[16];
+    std::memcpy(a_floats, a, sizeof a);
+    std::memcpy(b_rows, b, sizeof b);
+    multiply<16>(lanes, a_floats, b_rows);
 }
 
 void run_mma_tf32(WarpOperation* const lanes[kLanes]) {
-    float a[16][8], b[8][8];
+    uint32_t a[8][16], b[8][8];  // float's bits, of which the lower 13 do not count
     for (int l = 0; l < kLanes; l++) {
         const int g = l / 4, t = l % 4;
-        for (int i = 0; i < 4; i++) a[g + i % 2 * 8][t + i / 2 * 4] = tf32(lanes[l]->a[i]);
-        for (int i = 0; i < 2; i++) b[t + i * 4][g] = tf32(lanes[l]->b[i]);
+        for (int i = 0; i < 4; i++) a[t + i / 2 * 4][g + i % 2 * 8] = lanes[l]->a[i] & 0xffffe000u;
+        for (int i = 0; i < 2; i++) b[t + i * 4][g] = lanes[l]->b[i] & 0xffffe000u;
     }
-    multiply<8>(lanes, a, b);
+    float a_floats[8][16];
+    Row b_rows[8];
+    std::memcpy(a_floats, a, sizeof a);
+    std::memcpy(b_rows, b, sizeof b);
+    multiply<8>(lanes, a_floats, b_rows);
 }
 
 void run_load_matrix(Machine& m, WarpOperation* const lanes[kLanes]) {
     const int count = lanes[0]->count;
-    const Fiber* first = &m.fibers[static_cast<size_t>(m.current->number / kLanes * kLanes)];
+    const Fiber* first = &m.fibers[m.current->number / kLanes * kLanes];
     uint16_t rows[kLanes][8];
     for (int l = 0; l < 8 * count; l++) {
         if (!is_aligned(lanes[l]->row, 16) || !in_shared(m, lanes[l]->row, 16))
@@ -476,6 +525,17 @@ void run_load_matrix(Machine& m, WarpOperation* const lanes[kLanes]) {
             const uint32_t high = lanes[l]->transposed ? rows[8 * i + 2 * t + 1][g] : rows[8 * i + g][2 * t + 1];
             lanes[l]->registers[i] = high << 16 | low;
         }
+}
+
+template <typename T, typename F>
+void run_butterfly(WarpOperation* const lanes[kLanes], F combine) {
+    T values[kLanes], combined[kLanes];
+    for (int l = 0; l < kLanes; l++) std::memcpy(&values[l], &lanes[l]->value, sizeof(T));
+    for (int distance = kLanes / 2; distance > 0; distance /= 2) {
+        for (int l = 0; l < kLanes; l++) combined[l] = combine(values[l], values[l ^ distance]);
+        std::copy_n(combined, kLanes, values);
+    }
+    for (int l = 0; l < kLanes; l++) std::memcpy(&lanes[l]->value, &values[l], sizeof(T));
 }
 
 void run_operation(Machine& m, uint32_t mask, WarpOperation* const lanes[kLanes]) {
@@ -503,6 +563,15 @@ void run_operation(Machine& m, uint32_t mask, WarpOperation* const lanes[kLanes]
                 if (mask >> l & 1) lanes[l]->value = result;
             break;
         }
+        case Warp::sum_float:
+            run_butterfly<float>(lanes, [](float a, float b) { return a + b; });
+            break;
+        case Warp::sum_double:
+            run_butterfly<double>(lanes, [](double a, double b) { return a + b; });
+            break;
+        case Warp::max_float:
+            run_butterfly<float>(lanes, [](float a, float b) { return fmaxf(a, b); });
+            break;
         case Warp::mma_bf16:
             run_mma_bf16(lanes);
             break;
@@ -515,8 +584,9 @@ void run_operation(Machine& m, uint32_t mask, WarpOperation* const lanes[kLanes]
     }
 }
 
-bool same(const WarpOperation& a, const WarpOperation& b) {
-    return a.kind == b.kind && a.mask == b.mask && a.count == b.count && a.transposed == b.transposed;
+void make_all_runnable(Machine& m) {
+    for (int i = 0; i < m.launch->threads; i++) m.runnable[i] = static_cast<uint16_t>(i);
+    m.runnable_count = m.launch->threads;
 }
 
 void run_block(Machine& m, const Launch& launch, uint64_t number) {
@@ -527,25 +597,23 @@ void run_block(Machine& m, const Launch& launch, uint64_t number) {
     blockIdx.y = static_cast<unsigned>(number / launch.grid.x % launch.grid.y);
     blockIdx.z = static_cast<unsigned>(number / launch.grid.x / launch.grid.y);
     m.random = mix(launch.seed ^ mix(number)) | 1;
+    if (m.shape.x != blockDim.x || m.shape.y != blockDim.y || m.shape.z != blockDim.z) {
+        m.shape = blockDim;
+        int i = 0;
+        for (unsigned z = 0; z < blockDim.z; z++)
+            for (unsigned y = 0; y < blockDim.y; y++)
+                for (unsigned x = 0; x < blockDim.x; x++, i++) m.fibers[i].index = {x, y, z}, m.fibers[i].number = i;
+    }
     m.at_barrier = m.ended = 0;
-    for (int w = 0; w < (launch.threads + kLanes - 1) / kLanes; w++) m.warps[w] = {};
-    int i = 0;
-    for (unsigned z = 0; z < launch.block.z; z++)
-        for (unsigned y = 0; y < launch.block.y; y++)
-            for (unsigned x = 0; x < launch.block.x; x++, i++) {
-                Fiber& fiber = m.fibers[static_cast<size_t>(i)];
-                fiber.index = {x, y, z};
-                fiber.number = i;
-                fiber.state = State::fresh;
-                fiber.groups = 0;
-                fiber.copies.clear();
-                m.runnable[i] = i;
-            }
-    m.runnable_count = launch.threads;
+    std::fill_n(m.warps, (launch.threads + kLanes - 1) / kLanes, WarpState{});
+    make_all_runnable(m);
     start_shared(m);
-    m.main.state = State::runnable;
-    jump(m, m.main, m.fibers[static_cast<size_t>(pick(m))], false);
+    Fiber& first = pick(m);
+    start(m, first);
+    make_current(m, first);
+    jump(m, m.main, first);
     end_shared(m);
+    m.current = nullptr;
 }
 
 }  // namespace
@@ -579,33 +647,21 @@ int shuffle_source(Shuffle kind, int operand, int width) {
 void block_barrier(Site site) {
     Machine& m = machine();
     Fiber& me = *m.current;
-    const WarpState& warp = m.warps[me.number / kLanes];
-    me.site = site;
-    if (m.ended > 0) {
+    if (m.ended > 0)
         for (int i = 0; i < m.launch->threads; i++)
-            if (const Fiber& other = m.fibers[static_cast<size_t>(i)]; other.state == State::ended)
-                stop_thread(me, "waits at __syncthreads at {}, but {}", describe(site), describe(other));
-    }
-    if (m.at_barrier == 0) {
-        m.barrier_site = site;
-    } else if (site.line != m.barrier_site.line || std::strcmp(site.file, m.barrier_site.file) != 0) {
-        stop_thread(me, "waits at __syncthreads at {}, while other threads wait at __syncthreads at {}", describe(site),
+            if (m.warps[i / kLanes].ended >> i % kLanes & 1)
+                stop_thread(me, "waits at __syncthreads at {}, but {}", describe(site), describe(m, m.fibers[i]));
+    if (m.at_barrier == 0) m.barrier_site = site;
+    if (site.line != m.barrier_site.line ||
+        (site.file != m.barrier_site.file && std::strcmp(site.file, m.barrier_site.file) != 0))
+        stop_thread(me, "waits at __syncthreads at {}, while others wait at __syncthreads at {}", describe(site),
                     describe(m.barrier_site));
-    }
-    me.state = State::at_barrier;
-    if (warp.wanted >> me.number % kLanes & 1)
-        for (int l = 0; l < kLanes; l++)
-            if (const Fiber& other = m.fibers[static_cast<size_t>(me.number / kLanes * kLanes + l)];
-                (warp.waiting >> l & 1) && (other.operation->mask >> me.number % kLanes & 1))
-                stop_thread(other, "waits at {} with mask {:#010x} at {}, but {}", name(other.operation->kind),
-                            other.operation->mask, describe(other.site), describe(me));
+    m.warps[me.number / kLanes].at_barrier |= 1u << me.number % kLanes;
+    check_not_wanted(m, me);
     if (++m.at_barrier == m.launch->threads) {
         m.at_barrier = 0;
-        for (int i = 0; i < m.launch->threads; i++) {
-            m.fibers[static_cast<size_t>(i)].state = State::runnable;
-            m.runnable[i] = i;
-        }
-        m.runnable_count = m.launch->threads;
+        for (int w = 0; w < (m.launch->threads + kLanes - 1) / kLanes; w++) m.warps[w].at_barrier = 0;
+        make_all_runnable(m);
     }
     wait(m);
 }
@@ -616,45 +672,30 @@ void warp_operation(WarpOperation& operation) {
     const int first = me.number / kLanes * kLanes, my_lane = me.number % kLanes;
     WarpState& warp = m.warps[me.number / kLanes];
     const uint32_t mask = operation.mask;
-    me.site = operation.site;
-    me.operation = &operation;
     const int size = std::min(kLanes, m.launch->threads - first);
     if (size < kLanes && mask >> size != 0)
-        stop_thread(me, "{} with mask {:#010x} at {}, but the warp has {} threads", name(operation.kind), mask,
-                    describe(me.site), size);
+        stop_thread(me, "{}, but the warp has {} threads", describe(operation), size);
     if ((mask >> my_lane & 1) == 0)
-        stop_thread(me, "{} with mask {:#010x} at {} does not name its own lane {}", name(operation.kind), mask,
-                    describe(me.site), my_lane);
+        stop_thread(me, "{}, which does not name its own lane {}", describe(operation), my_lane);
     if ((mask >> operation.source & 1) == 0 && operation.kind == Warp::shuffle)
-        stop_thread(me, "{} with mask {:#010x} at {} from lane {}, which the mask does not name", name(operation.kind),
-                    mask, describe(me.site), operation.source);
-    for (int l = 0; l < size; l++) {
-        if ((mask >> l & 1) == 0 || l == my_lane) continue;
-        const Fiber& other = m.fibers[static_cast<size_t>(first + l)];
-        if (other.state == State::ended || other.state == State::at_barrier ||
-            (other.state == State::in_warp_operation && !same(operation, *other.operation)))
-            stop_thread(me, "waits at {} with mask {:#010x} at {}, but {}", name(operation.kind), mask,
-                        describe(me.site), describe(other));
-    }
-    me.state = State::in_warp_operation;
+        stop_thread(me, "{} from lane {}, which the mask does not name", describe(operation), operation.source);
+    me.operation = &operation;
     warp.waiting |= 1u << my_lane;
     warp.wanted |= mask;
+    // Whether all who wait agree is looked at when they are complete, or nobody can go on.
+    if (mask & (warp.ended | warp.at_barrier)) check_lanes(m, me);
     if ((warp.waiting & mask) == mask) {
+        check_lanes(m, me);
         WarpOperation* lanes[kLanes] = {};
         for (int l = 0; l < size; l++)
-            if (mask >> l & 1) lanes[l] = m.fibers[static_cast<size_t>(first + l)].operation;
+            if (mask >> l & 1) {
+                lanes[l] = m.fibers[first + l].operation;
+                m.runnable[m.runnable_count++] = static_cast<uint16_t>(first + l);
+            }
         run_operation(m, mask, lanes);
         warp.waiting &= ~mask;
         warp.wanted = 0;
-        for (int l = 0; l < size; l++) {
-            Fiber& fiber = m.fibers[static_cast<size_t>(first + l)];
-            if (mask >> l & 1) {
-                fiber.state = State::runnable;
-                m.runnable[m.runnable_count++] = fiber.number;
-            } else if (warp.waiting >> l & 1) {
-                warp.wanted |= fiber.operation->mask;
-            }
-        }
+        for_lanes(m, me, warp.waiting, [&](const Fiber& other) { warp.wanted |= other.operation->mask; });
     }
     wait(m);
 }
@@ -678,38 +719,41 @@ void* dynamic_shared_memory() {
 void copy_async(void* shared, const void* global, int bytes, bool zeros) {
     Machine& m = machine();
     Fiber& me = *m.current;
-    if (!is_aligned(shared, bytes) || !in_shared(m, shared, static_cast<size_t>(bytes)))
+    Copies& copies = m.copies[me.number];
+    if (!is_aligned(shared, bytes) || !in_shared(m, shared, bytes))
         stop_thread(me, "copy_async_{} to what is not {} aligned bytes of shared memory", bytes, bytes);
     if (!is_aligned(global, bytes))
         stop_thread(me, "copy_async_{} from an address that is not aligned to {} bytes", bytes, bytes);
 #ifdef __SANITIZE_ADDRESS__
     // So that an error is found here, not at the wait.
-    if (!zeros && __asan_region_is_poisoned(const_cast<void*>(global), static_cast<size_t>(bytes)) != nullptr) {
+    if (!zeros && __asan_region_is_poisoned(const_cast<void*>(global), bytes) != nullptr) {
         unsigned char discard[16];
-        std::memcpy(discard, global, static_cast<size_t>(bytes));
+        std::memcpy(discard, global, bytes);
     }
 #endif
-    std::memset(shared, kPoison, static_cast<size_t>(bytes));
-    me.copies.push_back(
-        {static_cast<std::byte*>(shared), zeros ? nullptr : static_cast<const std::byte*>(global), bytes, me.groups});
+    std::memset(shared, kPoison, bytes);
+    copies.under_way.push_back({static_cast<std::byte*>(shared),
+                                zeros ? nullptr : static_cast<const std::byte*>(global), bytes, copies.groups});
 }
 
 void copy_async_commit() {
-    machine().current->groups++;
+    Machine& m = machine();
+    m.copies[m.current->number].groups++;
 }
 
 void copy_async_wait(int groups_left) {
-    Fiber& me = *machine().current;
+    Machine& m = machine();
+    Copies& copies = m.copies[m.current->number];
     size_t done = 0;
-    for (; done < me.copies.size() && me.copies[done].group < me.groups - groups_left; done++) {
-        const Copy& copy = me.copies[done];
+    for (; done < copies.under_way.size() && copies.under_way[done].group < copies.groups - groups_left; done++) {
+        const Copy& copy = copies.under_way[done];
         if (copy.from != nullptr) {
-            std::memcpy(copy.to, copy.from, static_cast<size_t>(copy.bytes));
+            std::memcpy(copy.to, copy.from, copy.bytes);
         } else {
-            std::memset(copy.to, 0, static_cast<size_t>(copy.bytes));
+            std::memset(copy.to, 0, copy.bytes);
         }
     }
-    me.copies.erase(me.copies.begin(), me.copies.begin() + static_cast<std::ptrdiff_t>(done));
+    copies.under_way.erase(copies.under_way.begin(), copies.under_way.begin() + static_cast<std::ptrdiff_t>(done));
 }
 
 void run_grid(const char* kernel, dim3 grid, dim3 block, size_t shared_bytes, void (*body)(const void*),
@@ -717,10 +761,11 @@ void run_grid(const char* kernel, dim3 grid, dim3 block, size_t shared_bytes, vo
     static std::atomic<uint64_t> launches = 0;
     const uint64_t threads = uint64_t{block.x} * block.y * block.z;
     const uint64_t blocks = uint64_t{grid.x} * grid.y * grid.z;
-    if (threads == 0 || threads > kMaxThreads || blocks == 0 || grid.y > 65535 || grid.z > 65535 ||
-        grid.x > 0x7fffffffu || block.z > 64 || shared_bytes > kMaxShared)
-        stop(fmt::format("{}: cannot launch grid ({},{},{}) with blocks ({},{},{}) and {} bytes of shared memory",
-                         kernel_name(kernel), grid.x, grid.y, grid.z, block.x, block.y, block.z, shared_bytes));
+    if (threads == 0 || threads > kMaxThreads || block.z > 64 || blocks == 0 || grid.x > 0x7fffffffu ||
+        grid.y > 65535 || grid.z > 65535 || shared_bytes > kMaxShared)
+        throw std::runtime_error(
+            fmt::format("{}: invalid argument: grid ({},{},{}), block ({},{},{}), {} bytes of shared memory",
+                        kernel_name(kernel), grid.x, grid.y, grid.z, block.x, block.y, block.z, shared_bytes));
 
     const char* seed_text = std::getenv("JETLAG_EMU_SEED");
     const uint64_t seed = seed_text == nullptr ? 1 : std::strtoull(seed_text, nullptr, 10);

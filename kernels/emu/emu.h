@@ -25,6 +25,8 @@
 #include <type_traits>
 #include <utility>
 
+#include "kernels/emu/runtime.h"
+
 // ---------------------------------------------------------------------------------------------------------------
 // The language
 
@@ -178,14 +180,14 @@ struct Site {
     int line;
 };
 
-enum class Warp { sync, shuffle, ballot, add, mma_bf16, mma_tf32, load_matrix };
+enum class Warp { sync, shuffle, ballot, add, sum_float, sum_double, max_float, mma_bf16, mma_tf32, load_matrix };
 
 // One lane's part in an operation of its warp. The lane that arrives last carries it out for all of them.
 struct WarpOperation {
     Warp kind;
     uint32_t mask;
     Site site;
-    uint64_t value = 0;  // shuffle, ballot, add: what the lane brings; afterwards what it gets
+    uint64_t value = 0;  // what the lane brings; afterwards what it gets
     int source = 0;      // shuffle: the lane whose value it gets
     float* d = nullptr;  // mma
     const uint32_t *a = nullptr, *b = nullptr;
@@ -216,6 +218,15 @@ inline unsigned warp_value(Warp kind, unsigned mask, unsigned value, Site site) 
     WarpOperation operation{.kind = kind, .mask = mask, .site = site, .value = value};
     warp_operation(operation);
     return static_cast<unsigned>(operation.value);
+}
+
+template <typename T>
+T warp_butterfly(Warp kind, T x, Site site) {
+    WarpOperation operation{.kind = kind, .mask = 0xffffffffu, .site = site};
+    std::memcpy(&operation.value, &x, sizeof(T));
+    warp_operation(operation);
+    std::memcpy(&x, &operation.value, sizeof(T));
+    return x;
 }
 
 // Shared memory of the running block. `key` stands for the declaration; the first thread that gets there makes the
@@ -270,11 +281,6 @@ inline int __all_sync(unsigned mask, int predicate, EMU_SITE) {
 inline unsigned __reduce_add_sync(unsigned mask, unsigned x, EMU_SITE) {
     return jetlag::emu::warp_value(jetlag::emu::Warp::add, mask, x, {file, line});
 }
-
-// ---------------------------------------------------------------------------------------------------------------
-// The runtime
-
-#include "kernels/emu/runtime.h"
 
 // ---------------------------------------------------------------------------------------------------------------
 // The primitives of kernels/cuda/device.h; what they do stands there
@@ -356,6 +362,17 @@ inline void load_matrix_x4_trans(uint32_t r[4], const void* shared_row, EMU_SITE
 }
 inline void load_matrix_x2_trans(uint32_t r[2], const void* shared_row, EMU_SITE) {
     emu::load_matrix(r, 2, true, shared_row, {file, line});
+}
+
+// As by five shuffles, to the bit, but the lanes wait for each other only once.
+inline float warp_sum(float x, EMU_SITE) {
+    return emu::warp_butterfly(emu::Warp::sum_float, x, {file, line});
+}
+inline double warp_sum(double x, EMU_SITE) {
+    return emu::warp_butterfly(emu::Warp::sum_double, x, {file, line});
+}
+inline float warp_max(float x, EMU_SITE) {
+    return emu::warp_butterfly(emu::Warp::max_float, x, {file, line});
 }
 
 // The kernel gets its own copies of the arguments in every thread, as on the device.
