@@ -77,6 +77,7 @@ LIBRARY_SOURCES += $(wildcard kernels/cuda/*.cu)
 TEST_SOURCES += $(wildcard test/device/*.cpp test/device/*.cu)
 endif
 ifeq ($(BACKEND),emu)
+LIBRARY_SOURCES += kernels/cpu/dense.cpp
 TEST_SOURCES += $(wildcard test/emu/*.cpp test/emu/*.cu)
 endif
 
