@@ -22,8 +22,9 @@ __global__ void __launch_bounds__(kThreads)
 inline constexpr int kChunkTokens = 256;
 
 // For each chunk: starts (V + 1), where the rows of a value begin in the chunk's part of order (N), which lists rows.
+// occurs: (V), set to 1 where a value occurs anywhere.
 __global__ void __launch_bounds__(kThreads)
-    sort_tokens_kernel(int32_t* starts, int32_t* order, const int32_t* tokens, int64_t N, int64_t V) {
+    sort_tokens_kernel(int32_t* starts, int32_t* occurs, int32_t* order, const int32_t* tokens, int64_t N, int64_t V) {
     SHARED_ARRAY(int32_t, chunk, kChunkTokens);
     SHARED_ARRAY(int32_t, counts, kThreads);
     const int64_t begin = static_cast<int64_t>(blockIdx.x) * kChunkTokens;
@@ -50,6 +51,7 @@ __global__ void __launch_bounds__(kThreads)
         before += counts[kThreads - 1];
         if (value < V) {
             starts[value] = place;
+            if (count > 0) occurs[value] = 1;
             for (int i = 0; count > 0; i++)
                 if (chunk[i] == value) {
                     order[begin + place++] = static_cast<int32_t>(begin + i);
@@ -65,32 +67,26 @@ inline constexpr int kSumWarps = 16;
 inline constexpr int kColumns = 4;  // of a lane, kWarp apart
 
 __global__ void __launch_bounds__(kWarp* kSumWarps)
-    embedding_backward_kernel(float* dweight, const real* dout, const int32_t* starts, const int32_t* order,
-                              int64_t chunks, int64_t V, int64_t C) {
+    embedding_backward_kernel(float* dweight, const real* dout, const int32_t* starts, const int32_t* occurs,
+                              const int32_t* order, int64_t chunks, int64_t V, int64_t C) {
     using Row = double[kWarp * kColumns];
     SHARED_ARRAY(Row, sums, kSumWarps);
     const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
     const int64_t value = blockIdx.x, column = static_cast<int64_t>(blockIdx.y) * kWarp * kColumns + lane;
+    if (!occurs[value]) return;  // the whole block; the row stays as it is, to the bit
     double sum[kColumns] = {};
-    bool found = false;
     const int64_t end = chunk_begin(warp + 1, kSumWarps, chunks);
     for (int64_t chunk = chunk_begin(warp, kSumWarps, chunks); chunk < end; chunk++) {
         const int32_t* start = starts + chunk * (V + 1) + value;
         for (int i = start[0]; i < start[1]; i++) {
-            found = true;
             const real* row = dout + order[chunk * kChunkTokens + i] * C;
             for (int k = 0; k < kColumns; k++)
                 if (const int64_t c = column + k * kWarp; c < C) sum[k] += load(row + c);
         }
     }
-    SHARED_ARRAY(int, warp_found, kSumWarps);
-    if (lane == 0) warp_found[warp] = found;
     for (int k = 0; k < kColumns; k++) sums[warp][k * kWarp + lane] = sum[k];
     __syncthreads();
-    // A value that does not occur leaves its row as it is, to the bit.
-    bool any = false;
-    for (int w = 0; w < kSumWarps; w++) any = any || warp_found[w];
-    if (!any || warp >= kColumns) return;
+    if (warp >= kColumns) return;
     const int64_t c = column + warp * kWarp;
     if (c >= C) return;
     double total = 0;
@@ -105,11 +101,14 @@ void embedding_forward(float* out, const float* weight, const int32_t* tokens, i
 
 void embedding_backward(float* dweight, const float* dout, const int32_t* tokens, int64_t N, int64_t V, int64_t C) {
     const unsigned chunks = blocks_for(N, kChunkTokens);
-    int32_t* order = static_cast<int32_t*>(device_scratch(static_cast<size_t>(N + chunks * (V + 1)) * sizeof(int32_t)));
-    int32_t* starts = order + N;
-    launch(sort_tokens_kernel, chunks, kThreads, 0, device_stream(), starts, order, tokens, N, V);
+    int32_t* order =
+        static_cast<int32_t*>(device_scratch(static_cast<size_t>(N + V + chunks * (V + 1)) * sizeof(int32_t)));
+    int32_t* occurs = order + N;
+    int32_t* starts = occurs + V;
+    device_zero(occurs, static_cast<size_t>(V) * sizeof(int32_t));
+    launch(sort_tokens_kernel, chunks, kThreads, 0, device_stream(), starts, occurs, order, tokens, N, V);
     launch(embedding_backward_kernel, dim3(static_cast<unsigned>(V), blocks_for(C, kWarp * kColumns)),
-           kWarp * kSumWarps, 0, device_stream(), dweight, dout, starts, order, chunks, V, C);
+           kWarp * kSumWarps, 0, device_stream(), dweight, dout, starts, occurs, order, chunks, V, C);
 }
 
 }  // namespace jetlag
