@@ -9,7 +9,7 @@
 // lag costs, a few hundred double-precision operations, bounds both.
 #include <stdexcept>
 #include <string>
-#include <utility>
+#include <type_traits>
 
 #include "kernels/cuda/runtime.h"
 #include "kernels/ops.h"
@@ -19,6 +19,11 @@ namespace jetlag {
 
 // ---------------------------------------------------------------------------------------------------------------
 // From a module at run time to its formulas as constants
+
+// Whether a constant is nullptr. GCC does not take `p != nullptr` as a constant under -fsanitize=undefined.
+template <auto p>
+inline constexpr bool kIsNull =
+    std::is_same_v<std::integral_constant<decltype(p), p>, std::integral_constant<decltype(p), nullptr>>;
 
 // run.operator()<I>() for the first entry I of the table of names that `has` the module.
 template <size_t I = 0>
@@ -36,14 +41,14 @@ void with_rotary_module(const RotaryModule* wanted, const auto& run) {
     with_entry(
         wanted->name, [&](const Method& method) { return method.rotary == wanted; },
         [&]<size_t I>() {
-            if constexpr (kMethods[I].rotary != nullptr) run.template operator()<kMethods[I].rotary>();
+            if constexpr (!kIsNull<kMethods[I].rotary>) run.template operator()<kMethods[I].rotary>();
         });
 }
 void with_lag_bias_module(const LagBiasModule* wanted, const auto& run) {
     with_entry(
         wanted->name, [&](const Method& method) { return method.lag_bias == wanted; },
         [&]<size_t I>() {
-            if constexpr (kMethods[I].lag_bias != nullptr) run.template operator()<kMethods[I].lag_bias>();
+            if constexpr (!kIsNull<kMethods[I].lag_bias>) run.template operator()<kMethods[I].lag_bias>();
         });
 }
 
@@ -62,7 +67,7 @@ __global__ void __launch_bounds__(kThreads) rotary_table_kernel(RotaryTable tabl
     table.query_sin[i] = static_cast<float>(rotation.query_gain * sine);
     table.key_cos[i] = static_cast<float>(rotation.key_gain * cosine);
     table.key_sin[i] = static_cast<float>(rotation.key_gain * sine);
-    if constexpr (shear_of != nullptr)
+    if constexpr (!kIsNull<shear_of>)
         if (table.shear != nullptr && p == 0) table.shear[t] = static_cast<float>(shear_of(spec, T, t));
 }
 
