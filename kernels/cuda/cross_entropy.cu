@@ -14,14 +14,14 @@ __global__ void __launch_bounds__(kThreads)
     if (n >= N) return;  // the whole warp
     const real* row = logits + n * V;
     const int32_t target = targets[n];
-    const float target_logit = load(row + target);  // before a lane replaces it
     float largest = -INFINITY;
     for (int64_t v = lane; v < V; v += kWarp) largest = fmaxf(largest, load(row + v));
     largest = warp_max(largest);
     float sum = 0;
     for (int64_t v = lane; v < V; v += kWarp) sum += expf(load(row + v) - largest);
     sum = warp_sum(sum);
-    if (lane == 0) losses[n] = logf(sum) + (largest - target_logit);
+    // By the lane that may replace this logit below.
+    if (lane == target % kWarp) losses[n] = logf(sum) + (largest - load(row + target));
     if (dlogits == nullptr) return;
     const float factor = scale / sum;
     for (int64_t v = lane; v < V; v += kWarp) {
