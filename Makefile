@@ -48,6 +48,9 @@ endif
 CUDA_HOME ?= /usr/local/cuda
 NVCC ?= $(CUDA_HOME)/bin/nvcc
 ifeq ($(BACKEND),cuda)
+ifeq ($(shell command -v $(NVCC)),)
+$(error BACKEND=cuda: no $(NVCC): install the CUDA Toolkit, or say where it is with CUDA_HOME)
+endif
 # Machine code for each architecture of CUDA_ARCH, and PTX of the last for what comes later.
 CUDA_ARCH ?= 80 86 89 90 100 120
 GENCODE := $(if $(filter native,$(CUDA_ARCH)),-arch=native,$(foreach arch,$(CUDA_ARCH),-gencode arch=compute_$(arch),code=sm_$(arch)) \
@@ -77,6 +80,8 @@ LIBRARY_SOURCES += $(wildcard kernels/cuda/*.cu)
 TEST_SOURCES += $(wildcard test/device/*.cpp test/device/*.cu)
 endif
 ifeq ($(BACKEND),emu)
+# Dense products are the CPU's own.
+LIBRARY_SOURCES += $(wildcard kernels/cpu/dense.cpp)
 TEST_SOURCES += $(wildcard test/emu/*.cpp test/emu/*.cu)
 endif
 
@@ -112,6 +117,7 @@ FORCE:
 
 OPTIMIZATION := $(HOST_OPTIMIZATION)
 $(BUILD)/obj/kernels/%.o: OPTIMIZATION := $(KERNEL_OPTIMIZATION)
+$(BUILD)/obj/kernels/emu/%.o: OPTIMIZATION := $(KERNEL_OPTIMIZATION) $(EMU_SIMD)
 $(BUILD)/obj/test/reference/%.o: OPTIMIZATION := $(REFERENCE_OPTIMIZATION)
 
 $(BUILD)/obj/%.o: %.cpp $(BUILD)/commands

@@ -421,14 +421,20 @@ void end_shared(Machine& m) {
 #ifdef __SANITIZE_ADDRESS__
     ASAN_POISON_MEMORY_REGION(m.shared, m.shared_used + kRedZone);
 #else
-    for (const SharedArray& array : m.arrays) {
-        const std::byte* end = array.data + (array.bytes + kRedZone - 1) / kRedZone * kRedZone + kRedZone;
-        for (const std::byte* p = array.data - kRedZone; p < end; p++) {
-            if (p == array.data) p += array.bytes;
-            if (*p != std::byte{kPoison})
+    // The red zone before each array, and the last one.
+    const std::byte* p = m.shared;
+    for (size_t i = 0; i <= m.arrays.size(); i++) {
+        const std::byte* end = i < m.arrays.size() ? m.arrays[i].data : m.shared + m.shared_used + kRedZone;
+        for (; p < end; p++)
+            if (*p != std::byte{kPoison}) {
+                // The nearer of two arrays is the one that was meant.
+                const bool before =
+                    i < m.arrays.size() && (i == 0 || end - p < p - (m.arrays[i - 1].data + m.arrays[i - 1].bytes));
+                const SharedArray& array = m.arrays[before ? i : i - 1];
                 stop(fmt::format("{}: block {}: a thread has written outside of {}, {} bytes from its start",
                                  kernel_name(m.launch->text), describe(blockIdx), array.name, p - array.data));
-        }
+            }
+        if (i < m.arrays.size()) p = m.arrays[i].data + m.arrays[i].bytes;
     }
 #endif
 }
@@ -744,6 +750,10 @@ void copy_async_commit() {
 void copy_async_wait(int groups_left) {
     Machine& m = machine();
     Copies& copies = m.copies[m.current->number];
+    if (copies.under_way.empty() || copies.under_way[0].group >= copies.groups - groups_left) return;
+    // Others run before the bytes are there, so that those show who still read what was here before.
+    m.runnable[m.runnable_count++] = static_cast<uint16_t>(m.current->number);
+    wait(m);
     size_t done = 0;
     for (; done < copies.under_way.size() && copies.under_way[done].group < copies.groups - groups_left; done++) {
         const Copy& copy = copies.under_way[done];
