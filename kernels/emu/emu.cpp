@@ -30,10 +30,8 @@ namespace {
 namespace context = boost::context::detail;
 
 #ifdef __SANITIZE_ADDRESS__
-constexpr bool kAddressSanitizer = true;
 constexpr size_t kStackBytes = 256 * 1024;
 #else
-constexpr bool kAddressSanitizer = false;
 constexpr size_t kStackBytes = 64 * 1024;
 #endif
 
@@ -167,7 +165,6 @@ Machine::~Machine() {
 
 thread_local Machine* machine_of_thread = nullptr;
 
-// A function of its own: a fiber that waits may not keep the address of a thread_local, were it ever to move.
 Machine& machine() {
     return *machine_of_thread;
 }
@@ -766,21 +763,25 @@ void copy_async_wait(int groups_left) {
     copies.under_way.erase(copies.under_way.begin(), copies.under_way.begin() + static_cast<std::ptrdiff_t>(done));
 }
 
-void run_grid(const char* kernel, dim3 grid, dim3 block, size_t shared_bytes, void (*body)(const void*),
-              const void* arguments) {
-    static std::atomic<uint64_t> launches = 0;
+void check_launch(const char* text, dim3 grid, dim3 block, size_t shared_bytes) {
     const uint64_t threads = uint64_t{block.x} * block.y * block.z;
     const uint64_t blocks = uint64_t{grid.x} * grid.y * grid.z;
     if (threads == 0 || threads > kMaxThreads || block.z > 64 || blocks == 0 || grid.x > 0x7fffffffu ||
         grid.y > 65535 || grid.z > 65535 || shared_bytes > kMaxShared)
         throw std::runtime_error(
             fmt::format("{}: invalid argument: grid ({},{},{}), block ({},{},{}), {} bytes of shared memory",
-                        kernel_name(kernel), grid.x, grid.y, grid.z, block.x, block.y, block.z, shared_bytes));
+                        kernel_name(text), grid.x, grid.y, grid.z, block.x, block.y, block.z, shared_bytes));
+}
 
+void run_grid(const char* text, dim3 grid, dim3 block, size_t shared_bytes, void (*body)(const void*),
+              const void* arguments) {
+    static std::atomic<uint64_t> launches = 0;
+    const uint64_t threads = uint64_t{block.x} * block.y * block.z;
+    const uint64_t blocks = uint64_t{grid.x} * grid.y * grid.z;
     const char* seed_text = std::getenv("JETLAG_EMU_SEED");
     const uint64_t seed = seed_text == nullptr ? 1 : std::strtoull(seed_text, nullptr, 10);
     const Launch launch{
-        kernel, grid, block, shared_bytes, body, arguments, mix(seed ^ mix(launches++)), static_cast<int>(threads)};
+        text, grid, block, shared_bytes, body, arguments, mix(seed ^ mix(launches++)), static_cast<int>(threads)};
     // i -> (i * prime + shift) mod blocks goes through all blocks: no number of blocks is a multiple of the prime.
     const uint64_t prime = 4294967291, shift = launch.seed % blocks;
     const int team = static_cast<int>(std::min<uint64_t>(blocks, static_cast<uint64_t>(omp_get_max_threads())));
@@ -798,7 +799,7 @@ void run_grid(const char* kernel, dim3 grid, dim3 block, size_t shared_bytes, vo
 // AddressSanitizer calls this before its report.
 extern "C" void __asan_on_error() {
     using namespace jetlag::emu;
-    if (machine_of_thread != nullptr && machine_of_thread->launch != nullptr)
+    if (machine_of_thread != nullptr && machine_of_thread->current != nullptr)
         std::fprintf(stderr, "emulator: error: %s: bad access:\n", where(*machine_of_thread->current).c_str());
 }
 #endif
