@@ -21,8 +21,16 @@ struct CUstream_st {
     CUgraph_st* graph;  // in which it is captured
 };
 
-// Streams that are captured.
+// How many streams are captured, and whether something was done meanwhile that must not be.
 static int captures = 0;
+static bool invalidated = false;
+
+// For what a capture does not allow.
+static cudaError_t unless_capturing() {
+    if (captures == 0) return cudaSuccess;
+    invalidated = true;
+    return cudaErrorStreamCaptureUnsupported;
+}
 
 void jetlag::emu::submit(cudaStream_t stream, std::function<void()> work) {
     if (stream != nullptr && stream->graph != nullptr) {
@@ -42,6 +50,8 @@ const char* cudaGetErrorString(cudaError_t error) {
             return "out of memory";
         case cudaErrorStreamCaptureUnsupported:
             return "operation not permitted when stream is capturing";
+        case cudaErrorStreamCaptureInvalidated:
+            return "operation failed due to a previous error during capture";
     }
     return "unrecognized error code";
 }
@@ -59,20 +69,20 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
     return cudaSuccess;
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t) {
-    return captures > 0 ? cudaErrorStreamCaptureUnsupported : cudaSuccess;
+    return unless_capturing();
 }
 
 // Aligned as CUDA aligns.
 cudaError_t cudaMalloc(void** memory, size_t bytes) {
     *memory = nullptr;
-    if (captures > 0) return cudaErrorStreamCaptureUnsupported;
+    if (const cudaError_t error = unless_capturing(); error != cudaSuccess) return error;
     if (bytes == 0) return cudaSuccess;
     if (posix_memalign(memory, 256, bytes) != 0) return cudaErrorMemoryAllocation;
     std::memset(*memory, 0xff, bytes);
     return cudaSuccess;
 }
 cudaError_t cudaFree(void* memory) {
-    if (captures > 0) return cudaErrorStreamCaptureUnsupported;
+    if (const cudaError_t error = unless_capturing(); error != cudaSuccess) return error;
     std::free(memory);
     return cudaSuccess;
 }
@@ -98,7 +108,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
     return cudaSuccess;
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t) {
-    return captures > 0 ? cudaErrorStreamCaptureUnsupported : cudaSuccess;
+    return unless_capturing();
 }
 cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEvent_t end) {
     *milliseconds = std::chrono::duration<float, std::milli>(end->time - start->time).count();
@@ -115,7 +125,9 @@ cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
     if (stream == nullptr || stream->graph == nullptr) return cudaErrorInvalidValue;
     *graph = std::exchange(stream->graph, nullptr);
     captures--;
-    return cudaSuccess;
+    if (!std::exchange(invalidated, false)) return cudaSuccess;
+    delete std::exchange(*graph, nullptr);
+    return cudaErrorStreamCaptureInvalidated;
 }
 cudaError_t cudaGraphInstantiate(cudaGraphExec_t* runnable, cudaGraph_t graph, unsigned long long) {
     *runnable = new CUgraphExec_st{graph->work};

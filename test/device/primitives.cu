@@ -385,10 +385,10 @@ std::string allocate_while_capturing() {
     check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
     void* memory;
     const cudaError_t error = cudaMalloc(&memory, 100);
-    cudaStreamEndCapture(stream, &graph);  // says again that it failed
+    const cudaError_t end = cudaStreamEndCapture(stream, &graph);
     cudaGetLastError();
     check(cudaStreamDestroy(stream));
-    return cudaGetErrorString(error);
+    return std::string(cudaGetErrorString(error)) + "; " + cudaGetErrorString(end);
 }
 
 }  // namespace jetlag::test

@@ -61,7 +61,7 @@ void run_arguments(double* out);
 // x (n) += addend, then doubled: captured in a graph once, and replayed `times` times. Returns the milliseconds that
 // events say it took.
 float run_graph(float* x, float addend, int n, int times);
-// What memory and waiting for a stream say while it is captured.
+// What cudaMalloc says while a stream is captured, and then the end of the capture.
 std::string allocate_while_capturing();
 
 }  // namespace jetlag::test

@@ -313,7 +313,9 @@ TEST(Device, GraphsRunEachTimeTheyAreLaunched) {
     const float milliseconds = run_graph(x.data(), 3, 300, 2);  // ((1 + 3) * 2 + 3) * 2
     EXPECT_EQ(x.read(), Floats(300, 22.0f));
     EXPECT_GE(milliseconds, 0);
-    EXPECT_EQ(allocate_while_capturing(), "operation not permitted when stream is capturing");
+    EXPECT_EQ(allocate_while_capturing(),
+              "operation not permitted when stream is capturing; operation failed due to a "
+              "previous error during capture");
 }
 
 }  // namespace
