@@ -104,7 +104,7 @@ endif
 .DEFAULT_GOAL := all
 .SECONDARY: $(OBJECTS)
 
-all: programs $(TESTS)
+all: programs $(TESTS) $(if $(filter cuda,$(BACKEND)),$(BUILD)/kernels.txt)
 programs: $(PROGRAMS)
 
 # What made the objects. Another compiler or other flags in the same folder rebuild everything.
@@ -131,6 +131,16 @@ $(BUILD)/obj/%.cu.o: %.cu $(BUILD)/commands
 $(LIBRARY): $(call objects_of,$(LIBRARY_SOURCES))
 	@rm -f $@
 	ar rcs $@ $^
+
+# Registers, shared memory and spills of each kernel.
+KERNEL_LOGS := $(patsubst %.cu,$(BUILD)/%.log,$(filter %.cu,$(LIBRARY_SOURCES)))
+$(BUILD)/%.log: %.cu $(BUILD)/commands
+	@mkdir -p $(@:.log=)
+	$(NVCC) $(CPPFLAGS) -MF $(@:.log=.d) -MT $@ $(filter-out -gencode -arch=native arch=%,$(CUFLAGS)) -arch=sm_90 \
+		-Xptxas -v --keep --keep-dir $(@:.log=) -cubin $< -o $(@:.log=)/cubin 2>$@.part || { cat $@.part; exit 1; }
+	@mv $@.part $@
+$(BUILD)/kernels.txt: $(KERNEL_LOGS) scripts/kernel_report
+	scripts/kernel_report $(KERNEL_LOGS) >$@
 
 define program_rule
 $(BUILD)/$(notdir $(1:.cpp=)): $(BUILD)/obj/$(1:.cpp=.o) $(LIBRARY)
@@ -179,4 +189,4 @@ help:
 	@echo '       =emu             the same kernels run on the CPU, into build/emu/ (needs the package libboost-context-dev)'
 	@echo 'CUDA_ARCH="90 120"      the GPU architectures to compile for; native: the one at hand'
 
--include $(OBJECTS:.o=.d)
+-include $(OBJECTS:.o=.d) $(KERNEL_LOGS:.log=.d)
