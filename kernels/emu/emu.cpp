@@ -37,7 +37,7 @@ constexpr size_t kStackBytes = 64 * 1024;
 
 constexpr int kLanes = 32;
 constexpr int kMaxThreads = 1024;
-// As compute capability 8.6 and 12.0 have it, the least of what we build for.
+// A block's shared memory where compute capability is 8.6 or 12.0, the least of what we build for.
 constexpr size_t kMaxStaticShared = 48 * 1024, kMaxShared = 99 * 1024;
 
 struct Stack {
@@ -45,7 +45,7 @@ struct Stack {
     size_t bytes;
 };
 
-// A copy under way. A group without a copy is nobody's business.
+// A copy under way.
 struct Copy {
     std::byte* to;
     const std::byte* from;
@@ -192,6 +192,8 @@ std::string where(const Fiber& fiber) {
 }
 
 [[noreturn]] void stop(const std::string& message) {
+    static std::atomic_flag stopping;
+    while (stopping.test_and_set()) pause();  // another thread's error is on its way, and one is enough
     std::fflush(stdout);
     std::fprintf(stderr, "emulator: error: %s\n", message.c_str());
     std::fflush(stderr);
@@ -327,14 +329,17 @@ void jump(Machine& m, Fiber& from, Fiber& to) {
     static_cast<Fiber*>(transfer.data)->context = transfer.fctx;
 }
 
+// Lanes wait for each other, in operations that differ.
+[[noreturn]] void stop_all_wait(const Machine& m) {
+    for (int i = 0; i < m.launch->threads; i++)
+        if (m.warps[i / kLanes].waiting >> i % kLanes & 1) check_lanes(m, m.fibers[i]);
+    stop_thread(*m.current, "no thread of the block can go on: {}", describe(m, *m.current));
+}
+
 // The current thread waits; others go on until it can.
 void wait(Machine& m) {
     Fiber& me = *m.current;
-    if (m.runnable_count == 0) {
-        for (int i = 0; i < m.launch->threads; i++)
-            if (m.warps[i / kLanes].waiting >> i % kLanes & 1) check_lanes(m, m.fibers[i]);
-        stop_thread(me, "no thread of the block can go on: {}", describe(m, me));
-    }
+    if (m.runnable_count == 0) stop_all_wait(m);
     Fiber& next = pick(m);
     if (&next == &me) return;
     if (next.context == nullptr) start(m, next);
@@ -380,7 +385,7 @@ void entry(context::transfer_t transfer) {
                 continue;
             }
         } else if (m.ended < m.launch->threads) {
-            stop_thread(me, "ends, and no other thread of the block can go on");
+            stop_all_wait(m);
         }
         m.free_stacks.push_back(me.stack);  // nobody takes it before the jump
         jump(m, m.gone, *next);
@@ -711,6 +716,8 @@ void* shared_array(const void* key, const char* name, size_t bytes, size_t align
     m.static_shared += bytes;
     if (m.static_shared > kMaxStaticShared)
         stop_thread(*m.current, "static shared memory over {} bytes with {}", kMaxStaticShared, name);
+    if (m.static_shared + m.launch->shared_bytes > kMaxShared)
+        stop_thread(*m.current, "shared memory over {} bytes with {}", kMaxShared, name);
     m.arrays.push_back({key, name, add_shared(m, bytes), bytes});
     return m.arrays.back().data;
 }

@@ -5,7 +5,8 @@
 // shuffle, ...) or ends; then the next is picked at random among those that can go on. So a missing barrier gives
 // other results under another seed. What is no valid CUDA program ends the process with exit code 70 and one line that
 // names kernel, block and thread: a barrier that not all threads of the block reach, a warp operation whose lanes are
-// not all there, an asynchronous copy to what is not shared memory, ...
+// not all there (a mask may name no lanes that the block does not have), an asynchronous copy to what is not shared
+// memory, more shared memory than the smallest of our GPUs has, ...
 //
 //     JETLAG_EMU_SEED   seed of the order, default 1; read at every launch
 //

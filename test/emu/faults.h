@@ -31,6 +31,7 @@ enum class Fault {
     shared_write_before,
     dynamic_shared_read,
     too_much_shared,
+    too_much_with_dynamic_shared,
     load_matrix_from_global,
     load_matrix_unaligned,
     copy_async_to_local,

@@ -123,6 +123,8 @@ TEST_F(EmulatorDeathTest, AsynchronousCopies) {
 TEST_F(EmulatorDeathTest, SharedMemory) {
     expect_report(Fault::too_much_shared, "too_much_shared_kernel",
                   "static shared memory over 49152 bytes with second\n");
+    expect_report(Fault::too_much_with_dynamic_shared, "shared_write_kernel",
+                  "shared memory over 101376 bytes with values\n");
     if (kAddressSanitizer) {
         const std::string thread = " thread \\([0-9]+,0,0\\): bad access:\n";
         for (const Fault fault : {Fault::shared_write, Fault::shared_write_before})
