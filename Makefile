@@ -48,6 +48,9 @@ endif
 CUDA_HOME ?= /usr/local/cuda
 NVCC ?= $(CUDA_HOME)/bin/nvcc
 ifeq ($(BACKEND),cuda)
+ifeq ($(shell command -v $(NVCC)),)
+$(error BACKEND=cuda: no $(NVCC): install the CUDA Toolkit, or say where it is with CUDA_HOME)
+endif
 # Machine code for each architecture of CUDA_ARCH, and PTX of the last for what comes later.
 CUDA_ARCH ?= 80 86 89 90 100 120
 GENCODE := $(if $(filter native,$(CUDA_ARCH)),-arch=native,$(foreach arch,$(CUDA_ARCH),-gencode arch=compute_$(arch),code=sm_$(arch)) \
@@ -77,7 +80,8 @@ LIBRARY_SOURCES += $(wildcard kernels/cuda/*.cu)
 TEST_SOURCES += $(wildcard test/device/*.cpp test/device/*.cu)
 endif
 ifeq ($(BACKEND),emu)
-LIBRARY_SOURCES += kernels/cpu/dense.cpp
+# Dense products are the CPU's own.
+LIBRARY_SOURCES += $(wildcard kernels/cpu/dense.cpp)
 TEST_SOURCES += $(wildcard test/emu/*.cpp test/emu/*.cu)
 endif
 
@@ -100,7 +104,7 @@ endif
 .DEFAULT_GOAL := all
 .SECONDARY: $(OBJECTS)
 
-all: programs $(TESTS)
+all: programs $(TESTS) $(if $(filter cuda,$(BACKEND)),$(BUILD)/kernels.txt)
 programs: $(PROGRAMS)
 
 # What made the objects. Another compiler or other flags in the same folder rebuild everything.
@@ -113,6 +117,7 @@ FORCE:
 
 OPTIMIZATION := $(HOST_OPTIMIZATION)
 $(BUILD)/obj/kernels/%.o: OPTIMIZATION := $(KERNEL_OPTIMIZATION)
+$(BUILD)/obj/kernels/emu/%.o: OPTIMIZATION := $(KERNEL_OPTIMIZATION) $(EMU_SIMD)
 $(BUILD)/obj/test/reference/%.o: OPTIMIZATION := $(REFERENCE_OPTIMIZATION)
 
 $(BUILD)/obj/%.o: %.cpp $(BUILD)/commands
@@ -126,6 +131,16 @@ $(BUILD)/obj/%.cu.o: %.cu $(BUILD)/commands
 $(LIBRARY): $(call objects_of,$(LIBRARY_SOURCES))
 	@rm -f $@
 	ar rcs $@ $^
+
+# Registers, shared memory and spills of each kernel.
+KERNEL_LOGS := $(patsubst %.cu,$(BUILD)/%.log,$(filter %.cu,$(LIBRARY_SOURCES)))
+$(BUILD)/%.log: %.cu $(BUILD)/commands
+	@mkdir -p $(@:.log=)
+	$(NVCC) $(CPPFLAGS) -MF $(@:.log=.d) -MT $@ $(filter-out -gencode -arch=native arch=%,$(CUFLAGS)) -arch=sm_90 \
+		-Xptxas -v --keep --keep-dir $(@:.log=) -cubin $< -o $(@:.log=)/cubin 2>$@.part || { cat $@.part; exit 1; }
+	@mv $@.part $@
+$(BUILD)/kernels.txt: $(KERNEL_LOGS) scripts/kernel_report
+	scripts/kernel_report $(KERNEL_LOGS) >$@
 
 define program_rule
 $(BUILD)/$(notdir $(1:.cpp=)): $(BUILD)/obj/$(1:.cpp=.o) $(LIBRARY)
@@ -174,4 +189,4 @@ help:
 	@echo '       =emu             the same kernels run on the CPU, into build/emu/ (needs the package libboost-context-dev)'
 	@echo 'CUDA_ARCH="90 120"      the GPU architectures to compile for; native: the one at hand'
 
--include $(OBJECTS:.o=.d)
+-include $(OBJECTS:.o=.d) $(KERNEL_LOGS:.log=.d)

@@ -30,16 +30,14 @@ namespace {
 namespace context = boost::context::detail;
 
 #ifdef __SANITIZE_ADDRESS__
-constexpr bool kAddressSanitizer = true;
 constexpr size_t kStackBytes = 256 * 1024;
 #else
-constexpr bool kAddressSanitizer = false;
 constexpr size_t kStackBytes = 64 * 1024;
 #endif
 
 constexpr int kLanes = 32;
 constexpr int kMaxThreads = 1024;
-// As compute capability 8.6 and 12.0 have it, the least of what we build for.
+// A block's shared memory where compute capability is 8.6 or 12.0, the least of what we build for.
 constexpr size_t kMaxStaticShared = 48 * 1024, kMaxShared = 99 * 1024;
 
 struct Stack {
@@ -47,7 +45,7 @@ struct Stack {
     size_t bytes;
 };
 
-// A copy under way. A group without a copy is nobody's business.
+// A copy under way.
 struct Copy {
     std::byte* to;
     const std::byte* from;
@@ -167,7 +165,6 @@ Machine::~Machine() {
 
 thread_local Machine* machine_of_thread = nullptr;
 
-// A function of its own: a fiber that waits may not keep the address of a thread_local, were it ever to move.
 Machine& machine() {
     return *machine_of_thread;
 }
@@ -195,6 +192,8 @@ std::string where(const Fiber& fiber) {
 }
 
 [[noreturn]] void stop(const std::string& message) {
+    static std::atomic_flag stopping;
+    while (stopping.test_and_set()) pause();  // another thread's error is on its way, and one is enough
     std::fflush(stdout);
     std::fprintf(stderr, "emulator: error: %s\n", message.c_str());
     std::fflush(stderr);
@@ -330,14 +329,17 @@ void jump(Machine& m, Fiber& from, Fiber& to) {
     static_cast<Fiber*>(transfer.data)->context = transfer.fctx;
 }
 
+// Lanes wait for each other, in operations that differ.
+[[noreturn]] void stop_all_wait(const Machine& m) {
+    for (int i = 0; i < m.launch->threads; i++)
+        if (m.warps[i / kLanes].waiting >> i % kLanes & 1) check_lanes(m, m.fibers[i]);
+    stop_thread(*m.current, "no thread of the block can go on: {}", describe(m, *m.current));
+}
+
 // The current thread waits; others go on until it can.
 void wait(Machine& m) {
     Fiber& me = *m.current;
-    if (m.runnable_count == 0) {
-        for (int i = 0; i < m.launch->threads; i++)
-            if (m.warps[i / kLanes].waiting >> i % kLanes & 1) check_lanes(m, m.fibers[i]);
-        stop_thread(me, "no thread of the block can go on: {}", describe(m, me));
-    }
+    if (m.runnable_count == 0) stop_all_wait(m);
     Fiber& next = pick(m);
     if (&next == &me) return;
     if (next.context == nullptr) start(m, next);
@@ -383,7 +385,7 @@ void entry(context::transfer_t transfer) {
                 continue;
             }
         } else if (m.ended < m.launch->threads) {
-            stop_thread(me, "ends, and no other thread of the block can go on");
+            stop_all_wait(m);
         }
         m.free_stacks.push_back(me.stack);  // nobody takes it before the jump
         jump(m, m.gone, *next);
@@ -421,14 +423,20 @@ void end_shared(Machine& m) {
 #ifdef __SANITIZE_ADDRESS__
     ASAN_POISON_MEMORY_REGION(m.shared, m.shared_used + kRedZone);
 #else
-    for (const SharedArray& array : m.arrays) {
-        const std::byte* end = array.data + (array.bytes + kRedZone - 1) / kRedZone * kRedZone + kRedZone;
-        for (const std::byte* p = array.data - kRedZone; p < end; p++) {
-            if (p == array.data) p += array.bytes;
-            if (*p != std::byte{kPoison})
+    // The red zone before each array, and the last one.
+    const std::byte* p = m.shared;
+    for (size_t i = 0; i <= m.arrays.size(); i++) {
+        const std::byte* end = i < m.arrays.size() ? m.arrays[i].data : m.shared + m.shared_used + kRedZone;
+        for (; p < end; p++)
+            if (*p != std::byte{kPoison}) {
+                // The nearer of two arrays is the one that was meant.
+                const bool before =
+                    i < m.arrays.size() && (i == 0 || end - p < p - (m.arrays[i - 1].data + m.arrays[i - 1].bytes));
+                const SharedArray& array = m.arrays[before ? i : i - 1];
                 stop(fmt::format("{}: block {}: a thread has written outside of {}, {} bytes from its start",
                                  kernel_name(m.launch->text), describe(blockIdx), array.name, p - array.data));
-        }
+            }
+        if (i < m.arrays.size()) p = m.arrays[i].data + m.arrays[i].bytes;
     }
 #endif
 }
@@ -708,6 +716,8 @@ void* shared_array(const void* key, const char* name, size_t bytes, size_t align
     m.static_shared += bytes;
     if (m.static_shared > kMaxStaticShared)
         stop_thread(*m.current, "static shared memory over {} bytes with {}", kMaxStaticShared, name);
+    if (m.static_shared + m.launch->shared_bytes > kMaxShared)
+        stop_thread(*m.current, "shared memory over {} bytes with {}", kMaxShared, name);
     m.arrays.push_back({key, name, add_shared(m, bytes), bytes});
     return m.arrays.back().data;
 }
@@ -744,6 +754,10 @@ void copy_async_commit() {
 void copy_async_wait(int groups_left) {
     Machine& m = machine();
     Copies& copies = m.copies[m.current->number];
+    if (copies.under_way.empty() || copies.under_way[0].group >= copies.groups - groups_left) return;
+    // Others run before the bytes are there, so that those show who still read what was here before.
+    m.runnable[m.runnable_count++] = static_cast<uint16_t>(m.current->number);
+    wait(m);
     size_t done = 0;
     for (; done < copies.under_way.size() && copies.under_way[done].group < copies.groups - groups_left; done++) {
         const Copy& copy = copies.under_way[done];
@@ -756,21 +770,25 @@ void copy_async_wait(int groups_left) {
     copies.under_way.erase(copies.under_way.begin(), copies.under_way.begin() + static_cast<std::ptrdiff_t>(done));
 }
 
-void run_grid(const char* kernel, dim3 grid, dim3 block, size_t shared_bytes, void (*body)(const void*),
-              const void* arguments) {
-    static std::atomic<uint64_t> launches = 0;
+void check_launch(const char* text, dim3 grid, dim3 block, size_t shared_bytes) {
     const uint64_t threads = uint64_t{block.x} * block.y * block.z;
     const uint64_t blocks = uint64_t{grid.x} * grid.y * grid.z;
     if (threads == 0 || threads > kMaxThreads || block.z > 64 || blocks == 0 || grid.x > 0x7fffffffu ||
         grid.y > 65535 || grid.z > 65535 || shared_bytes > kMaxShared)
         throw std::runtime_error(
             fmt::format("{}: invalid argument: grid ({},{},{}), block ({},{},{}), {} bytes of shared memory",
-                        kernel_name(kernel), grid.x, grid.y, grid.z, block.x, block.y, block.z, shared_bytes));
+                        kernel_name(text), grid.x, grid.y, grid.z, block.x, block.y, block.z, shared_bytes));
+}
 
+void run_grid(const char* text, dim3 grid, dim3 block, size_t shared_bytes, void (*body)(const void*),
+              const void* arguments) {
+    static std::atomic<uint64_t> launches = 0;
+    const uint64_t threads = uint64_t{block.x} * block.y * block.z;
+    const uint64_t blocks = uint64_t{grid.x} * grid.y * grid.z;
     const char* seed_text = std::getenv("JETLAG_EMU_SEED");
     const uint64_t seed = seed_text == nullptr ? 1 : std::strtoull(seed_text, nullptr, 10);
     const Launch launch{
-        kernel, grid, block, shared_bytes, body, arguments, mix(seed ^ mix(launches++)), static_cast<int>(threads)};
+        text, grid, block, shared_bytes, body, arguments, mix(seed ^ mix(launches++)), static_cast<int>(threads)};
     // i -> (i * prime + shift) mod blocks goes through all blocks: no number of blocks is a multiple of the prime.
     const uint64_t prime = 4294967291, shift = launch.seed % blocks;
     const int team = static_cast<int>(std::min<uint64_t>(blocks, static_cast<uint64_t>(omp_get_max_threads())));
@@ -788,7 +806,7 @@ void run_grid(const char* kernel, dim3 grid, dim3 block, size_t shared_bytes, vo
 // AddressSanitizer calls this before its report.
 extern "C" void __asan_on_error() {
     using namespace jetlag::emu;
-    if (machine_of_thread != nullptr && machine_of_thread->launch != nullptr)
+    if (machine_of_thread != nullptr && machine_of_thread->current != nullptr)
         std::fprintf(stderr, "emulator: error: %s: bad access:\n", where(*machine_of_thread->current).c_str());
 }
 #endif

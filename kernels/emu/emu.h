@@ -5,12 +5,13 @@
 // shuffle, ...) or ends; then the next is picked at random among those that can go on. So a missing barrier gives
 // other results under another seed. What is no valid CUDA program ends the process with exit code 70 and one line that
 // names kernel, block and thread: a barrier that not all threads of the block reach, a warp operation whose lanes are
-// not all there, an asynchronous copy to what is not shared memory, ...
+// not all there (a mask may name no lanes that the block does not have), an asynchronous copy to what is not shared
+// memory, more shared memory than the smallest of our GPUs has, ...
 //
 //     JETLAG_EMU_SEED   seed of the order, default 1; read at every launch
 //
-// Blocks run on the OpenMP threads, in an order from the seed too. A block must not wait for another one. Launches are
-// done when launch() returns, whatever the stream.
+// Blocks run on the OpenMP threads, in an order from the seed too. A block must not wait for another one. A kernel is
+// done when launch() returns, unless the stream is captured in a graph.
 #pragma once
 
 #include <math.h>
@@ -239,8 +240,10 @@ void copy_async(void* shared, const void* global, int bytes, bool zeros);
 void copy_async_commit();
 void copy_async_wait(int groups_left);
 
+// Throws std::runtime_error if no GPU could launch it.
+void check_launch(const char* text, dim3 grid, dim3 block, size_t shared_bytes);
 // Runs body(arguments) for each thread of each block.
-void run_grid(const char* kernel, dim3 grid, dim3 block, size_t shared_bytes, void (*body)(const void*),
+void run_grid(const char* text, dim3 grid, dim3 block, size_t shared_bytes, void (*body)(const void*),
               const void* arguments);
 
 }  // namespace jetlag::emu
@@ -287,6 +290,8 @@ inline unsigned __reduce_add_sync(unsigned mask, unsigned x, EMU_SITE) {
 
 namespace jetlag {
 
+#define UNROLL _Pragma("GCC unroll 64")
+#define ROLLED _Pragma("GCC unroll 1")
 #define SHARED_ARRAY(type, name, count)                \
     static char name##_key;                            \
     type(&name)[count] = *static_cast<type(*)[count]>( \
@@ -378,20 +383,23 @@ inline float warp_max(float x, EMU_SITE) {
 // The kernel gets its own copies of the arguments in every thread, as on the device.
 template <typename... Parameters, typename... Arguments>
 void launch_kernel(const char* text, void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes,
-                   cudaStream_t, Arguments&&... arguments) {
+                   cudaStream_t stream, Arguments&&... arguments) {
     using Values = std::tuple<std::remove_cv_t<Parameters>...>;
     struct Call {
         void (*kernel)(Parameters...);
         Values values;
     };
     const Call call{kernel, Values(static_cast<Parameters>(std::forward<Arguments>(arguments))...)};
-    emu::run_grid(
-        text, grid, block, shared_bytes,
-        [](const void* data) {
-            const Call& it = *static_cast<const Call*>(data);
-            std::apply(it.kernel, it.values);
-        },
-        &call);
+    emu::check_launch(text, grid, block, shared_bytes);
+    emu::submit(stream, [=] {
+        emu::run_grid(
+            text, grid, block, shared_bytes,
+            [](const void* data) {
+                const Call& it = *static_cast<const Call*>(data);
+                std::apply(it.kernel, it.values);
+            },
+            &call);
+    });
 }
 
 }  // namespace jetlag

@@ -274,6 +274,20 @@ __global__ void arguments_kernel(double* out, int64_t a, float b, const double* 
     out[2] = static_cast<double>(c - out);
 }
 
+__global__ void add_kernel(float* x, float addend, int n) {
+    const int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
+    if (i < n) x[i] += addend;
+}
+
+__global__ void double_kernel(float* x, int n) {
+    const int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
+    if (i < n) x[i] *= 2;
+}
+
+void check(cudaError_t error) {
+    if (error != cudaSuccess) throw std::runtime_error(cudaGetErrorString(error));
+}
+
 }  // namespace
 
 void run_indices(int32_t* out) {
@@ -337,6 +351,44 @@ std::string launch_with_threads(int threads) {
 void run_arguments(double* out) {
     const int number = 21;
     launch(arguments_kernel, 1, 1, 0, device_stream(), out, number, 0.5, out + 3);
+}
+
+float run_graph(float* x, float addend, int n, int times) {
+    const cudaStream_t stream = device_stream();
+    cudaGraph_t graph;
+    cudaGraphExec_t runnable;
+    check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+    launch(add_kernel, (n + 127) / 128, 128, 0, stream, x, addend, n);
+    launch(double_kernel, (n + 127) / 128, 128, 0, stream, x, n);
+    check(cudaStreamEndCapture(stream, &graph));
+    check(cudaGraphInstantiate(&runnable, graph, 0));
+    check(cudaGraphDestroy(graph));
+    cudaEvent_t start, end;
+    check(cudaEventCreate(&start));
+    check(cudaEventCreate(&end));
+    check(cudaEventRecord(start, stream));
+    for (int i = 0; i < times; i++) check(cudaGraphLaunch(runnable, stream));
+    check(cudaEventRecord(end, stream));
+    check(cudaEventSynchronize(end));
+    float milliseconds;
+    check(cudaEventElapsedTime(&milliseconds, start, end));
+    check(cudaEventDestroy(start));
+    check(cudaEventDestroy(end));
+    check(cudaGraphExecDestroy(runnable));
+    return milliseconds;
+}
+
+std::string allocate_while_capturing() {
+    cudaStream_t stream;
+    cudaGraph_t graph;
+    check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+    void* memory;
+    const cudaError_t error = cudaMalloc(&memory, 100);
+    const cudaError_t end = cudaStreamEndCapture(stream, &graph);
+    cudaGetLastError();
+    check(cudaStreamDestroy(stream));
+    return std::string(cudaGetErrorString(error)) + "; " + cudaGetErrorString(end);
 }
 
 }  // namespace jetlag::test

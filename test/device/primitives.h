@@ -58,4 +58,10 @@ std::string launch_with_threads(int threads);
 // out = twice an int64_t, given as int; a float, given as double; and the pointer's offset.
 void run_arguments(double* out);
 
+// x (n) += addend, then doubled: captured in a graph once, and replayed `times` times. Returns the milliseconds that
+// events say it took.
+float run_graph(float* x, float addend, int n, int times);
+// What cudaMalloc says while a stream is captured, and then the end of the capture.
+std::string allocate_while_capturing();
+
 }  // namespace jetlag::test

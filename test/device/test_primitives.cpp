@@ -308,5 +308,15 @@ TEST(Device, Launches) {
     EXPECT_EQ(values_for_seeds<double>(4, run_arguments), (std::vector<double>{42, 0.5, 3, 0}));
 }
 
+TEST(Device, GraphsRunEachTimeTheyAreLaunched) {
+    const FloatBuffer x(Floats(300, 1.0f));
+    const float milliseconds = run_graph(x.data(), 3, 300, 2);  // ((1 + 3) * 2 + 3) * 2
+    EXPECT_EQ(x.read(), Floats(300, 22.0f));
+    EXPECT_GE(milliseconds, 0);
+    EXPECT_EQ(allocate_while_capturing(),
+              "operation not permitted when stream is capturing; operation failed due to a "
+              "previous error during capture");
+}
+
 }  // namespace
 }  // namespace jetlag::test
