@@ -75,8 +75,8 @@ __global__ void __launch_bounds__(kWarp* kSumWarps)
     const int64_t value = blockIdx.x, column = static_cast<int64_t>(blockIdx.y) * kWarp * kColumns + lane;
     if (!occurs[value]) return;  // the whole block; the row stays as it is, to the bit
     double sum[kColumns] = {};
-    const int64_t end = chunk_begin(warp + 1, kSumWarps, chunks);
-    for (int64_t chunk = chunk_begin(warp, kSumWarps, chunks); chunk < end; chunk++) {
+    const int64_t end = chunk_start(warp + 1, kSumWarps, chunks);
+    for (int64_t chunk = chunk_start(warp, kSumWarps, chunks); chunk < end; chunk++) {
         const int32_t* start = starts + chunk * (V + 1) + value;
         for (int i = start[0]; i < start[1]; i++) {
             const real* row = dout + order[chunk * kChunkTokens + i] * C;

@@ -42,8 +42,8 @@ __global__ void __launch_bounds__(kThreads)
     float* dweight = sums + 2 * warp * C;
     float* dbias = dweight + C;
     for (int64_t c = lane; c < C; c += kWarp) dweight[c] = dbias[c] = 0;
-    const int64_t end = chunk_begin(blockIdx.x + 1, gridDim.x, N);
-    for (int64_t n = chunk_begin(blockIdx.x, gridDim.x, N) + warp; n < end; n += warps) {
+    const int64_t end = chunk_start(blockIdx.x + 1, gridDim.x, N);
+    for (int64_t n = chunk_start(blockIdx.x, gridDim.x, N) + warp; n < end; n += warps) {
         const real *x = inp + n * C, *dy = dout + n * C;
         const float mean = means[n], rstd = rstds[n];
         float sum_g = 0, sum_gn = 0;

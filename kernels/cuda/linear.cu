@@ -18,10 +18,10 @@ __global__ void __launch_bounds__(kWarp* kBiasRows)
     SHARED_ARRAY(Row, sums, kBiasRows);
     const int x = static_cast<int>(threadIdx.x), y = static_cast<int>(threadIdx.y);
     const int64_t column = static_cast<int64_t>(blockIdx.x) * kWarp + x;
-    const int64_t end = chunk_begin(blockIdx.y + 1, gridDim.y, N);
+    const int64_t end = chunk_start(blockIdx.y + 1, gridDim.y, N);
     float sum = 0;
     if (column < OC)
-        for (int64_t n = chunk_begin(blockIdx.y, gridDim.y, N) + y; n < end; n += kBiasRows)
+        for (int64_t n = chunk_start(blockIdx.y, gridDim.y, N) + y; n < end; n += kBiasRows)
             sum += load(dout + n * OC + column);
     sums[y][x] = sum;
     __syncthreads();

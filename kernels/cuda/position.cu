@@ -119,8 +119,8 @@ __global__ void __launch_bounds__(kWarp)
     if (thread == 0) coefficients_of(spec, parameters, h, c);
     for (int64_t i = 0; i < n; i++) sum[i] = 0;
     __syncthreads();
-    const int64_t end = chunk_begin(blockIdx.x + 1, chunks, T);
-    for (int64_t d = chunk_begin(blockIdx.x, chunks, T) + thread; d < end; d += threads)
+    const int64_t end = chunk_start(blockIdx.x + 1, chunks, T);
+    for (int64_t d = chunk_start(blockIdx.x, chunks, T) + thread; d < end; d += threads)
         bias_gradient_of(spec, c, static_cast<double>(d), dtable[h * T + d], sum);
     __syncthreads();
     for (int64_t i = thread; i < n; i += threads) {

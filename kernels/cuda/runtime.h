@@ -35,7 +35,7 @@ inline int64_t chunk_count(int64_t n, int64_t length, int64_t most) {
     const int64_t chunks = (n + length - 1) / length;
     return chunks < 1 ? 1 : (chunks > most ? most : chunks);
 }
-__host__ __device__ __forceinline__ int64_t chunk_begin(int64_t chunk, int64_t chunks, int64_t n) {
+__host__ __device__ __forceinline__ int64_t chunk_start(int64_t chunk, int64_t chunks, int64_t n) {
     return n * chunk / chunks;
 }
 
