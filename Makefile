@@ -10,8 +10,11 @@ comma := ,
 VARIANT := $(BACKEND)$(if $(DEBUG),-debug)$(if $(SAN),-$(subst $(comma),-,$(SAN)))
 BUILD ?= build/$(VARIANT)
 
-ifneq ($(filter-out cpu,$(BACKEND)),)
-$(error BACKEND=$(BACKEND): this version has BACKEND=cpu)
+ifneq ($(filter-out cpu cuda emu,$(BACKEND)),)
+$(error BACKEND=$(BACKEND): there are cpu, cuda and emu)
+endif
+ifneq ($(and $(filter emu,$(BACKEND)),$(findstring thread,$(SAN))),)
+$(error BACKEND=emu with SAN=$(SAN): ThreadSanitizer cannot follow the emulator's fibers)
 endif
 
 # ThreadSanitizer does not understand GCC's OpenMP runtime; it understands clang's.
@@ -41,12 +44,46 @@ CXXFLAGS += -fsanitize=$(SAN) -fno-omit-frame-pointer $(if $(findstring undefine
 LDFLAGS += -fsanitize=$(SAN)
 endif
 
+# The sources in kernels/cuda/: for GPUs with nvcc, for the emulator with the C++ compiler.
+CUDA_HOME ?= /usr/local/cuda
+NVCC ?= $(CUDA_HOME)/bin/nvcc
+ifeq ($(BACKEND),cuda)
+ifeq ($(shell command -v $(NVCC)),)
+$(error BACKEND=cuda: no $(NVCC): install the CUDA Toolkit, or say where it is with CUDA_HOME)
+endif
+# Machine code for each architecture of CUDA_ARCH, and PTX of the last for what comes later.
+CUDA_ARCH ?= 80 86 89 90 100 120
+GENCODE := $(if $(filter native,$(CUDA_ARCH)),-arch=native,$(foreach arch,$(CUDA_ARCH),-gencode arch=compute_$(arch),code=sm_$(arch)) \
+	-gencode arch=compute_$(lastword $(CUDA_ARCH)),code=compute_$(lastword $(CUDA_ARCH)))
+CUFLAGS = -std=c++20 -ccbin $(CXX) $(GENCODE) -fmad=false -lineinfo $(if $(DEBUG),-O0 -g,-O3) -Werror all-warnings \
+	-Xcompiler "$(filter-out -std=%,$(CXXFLAGS))"
+COMPILE_CU = $(NVCC) $(CPPFLAGS) $(CUFLAGS) -c
+CPPFLAGS += -isystem $(CUDA_HOME)/include
+LDLIBS += -L$(CUDA_HOME)/lib64 -Wl,-rpath,$(CUDA_HOME)/lib64 -lcublasLt -lcudart
+endif
+ifeq ($(BACKEND),emu)
+# It runs where it was built, and its fmaf is a function call without the instruction.
+CPU_FLAGS := $(shell grep -m1 ^flags /proc/cpuinfo 2>/dev/null)
+EMU_SIMD ?= $(if $(and $(filter avx2,$(CPU_FLAGS)),$(filter fma,$(CPU_FLAGS))),-mavx2 -mfma)
+COMPILE_CU = $(CXX) $(CPPFLAGS) $(CXXFLAGS) $(KERNEL_OPTIMIZATION) $(EMU_SIMD) -x c++ -c
+LDLIBS += -lboost_context
+endif
+
 # One program per source file in these folders, named after the file; everything else is the library.
 PROGRAM_SOURCES := $(wildcard data_prep/*.cpp train/*.cpp eval/*.cpp generate/*.cpp bench/*.cpp)
 MAIN_SOURCES := $(shell grep -l '^int main(.*)' $(PROGRAM_SOURCES) /dev/null 2>/dev/null)
 LIBRARY_SOURCES := $(wildcard src/*.cpp kernels/*.cpp kernels/position/*.cpp kernels/$(BACKEND)/*.cpp models/*.cpp) \
 	$(filter-out $(MAIN_SOURCES),$(PROGRAM_SOURCES))
 TEST_SOURCES := $(wildcard test/*.cpp test/reference/*.cpp)
+ifneq ($(BACKEND),cpu)
+LIBRARY_SOURCES += $(wildcard kernels/cuda/*.cu)
+TEST_SOURCES += $(wildcard test/device/*.cpp test/device/*.cu)
+endif
+ifeq ($(BACKEND),emu)
+# Dense products are the CPU's own.
+LIBRARY_SOURCES += $(wildcard kernels/cpu/dense.cpp)
+TEST_SOURCES += $(wildcard test/emu/*.cpp test/emu/*.cu)
+endif
 
 PROGRAMS := $(patsubst %.cpp,$(BUILD)/%,$(notdir $(MAIN_SOURCES)))
 LIBRARY := $(BUILD)/libjetlag.a
@@ -54,7 +91,9 @@ TESTS := $(BUILD)/tests
 # libFuzzer programs: fuzz_NAME from test/fuzz/NAME.cpp.
 FUZZ_SOURCES := $(wildcard test/fuzz/*.cpp)
 FUZZERS := $(patsubst test/fuzz/%.cpp,$(BUILD)/fuzz_%,$(FUZZ_SOURCES))
-OBJECTS := $(patsubst %.cpp,$(BUILD)/obj/%.o,$(LIBRARY_SOURCES) $(MAIN_SOURCES) $(TEST_SOURCES) $(FUZZ_SOURCES))
+# a.cpp -> a.o, a.cu -> a.cu.o
+objects_of = $(patsubst %.cpp,$(BUILD)/obj/%.o,$(patsubst %.cu,$(BUILD)/obj/%.cu.o,$(1)))
+OBJECTS := $(call objects_of,$(LIBRARY_SOURCES) $(MAIN_SOURCES) $(TEST_SOURCES) $(FUZZ_SOURCES))
 
 # In parallel even when nobody asks: as many jobs as cores.
 ifeq ($(MAKELEVEL)$(filter -j%,$(MAKEFLAGS)),0)
@@ -65,11 +104,12 @@ endif
 .DEFAULT_GOAL := all
 .SECONDARY: $(OBJECTS)
 
-all: programs $(TESTS)
+all: programs $(TESTS) $(if $(filter cuda,$(BACKEND)),$(BUILD)/kernels.txt)
 programs: $(PROGRAMS)
 
 # What made the objects. Another compiler or other flags in the same folder rebuild everything.
-COMMANDS := $(CXX) $(CPPFLAGS) $(CXXFLAGS) $(HOST_OPTIMIZATION) $(REFERENCE_OPTIMIZATION) $(KERNEL_OPTIMIZATION) $(LDFLAGS) $(LDLIBS)
+COMMANDS := $(CXX) $(CPPFLAGS) $(CXXFLAGS) $(HOST_OPTIMIZATION) $(REFERENCE_OPTIMIZATION) $(KERNEL_OPTIMIZATION) $(LDFLAGS) $(LDLIBS) \
+	$(COMPILE_CU)
 $(BUILD)/commands: FORCE
 	@mkdir -p $(BUILD)
 	@echo '$(COMMANDS)' | cmp -s - $@ || echo '$(COMMANDS)' >$@
@@ -77,15 +117,30 @@ FORCE:
 
 OPTIMIZATION := $(HOST_OPTIMIZATION)
 $(BUILD)/obj/kernels/%.o: OPTIMIZATION := $(KERNEL_OPTIMIZATION)
+$(BUILD)/obj/kernels/emu/%.o: OPTIMIZATION := $(KERNEL_OPTIMIZATION) $(EMU_SIMD)
 $(BUILD)/obj/test/reference/%.o: OPTIMIZATION := $(REFERENCE_OPTIMIZATION)
 
 $(BUILD)/obj/%.o: %.cpp $(BUILD)/commands
 	@mkdir -p $(dir $@)
 	$(CXX) $(CPPFLAGS) $(CXXFLAGS) $(OPTIMIZATION) -c $< -o $@
 
-$(LIBRARY): $(patsubst %.cpp,$(BUILD)/obj/%.o,$(LIBRARY_SOURCES))
+$(BUILD)/obj/%.cu.o: %.cu $(BUILD)/commands
+	@mkdir -p $(dir $@)
+	$(COMPILE_CU) $< -o $@
+
+$(LIBRARY): $(call objects_of,$(LIBRARY_SOURCES))
 	@rm -f $@
 	ar rcs $@ $^
+
+# Registers, shared memory and spills of each kernel.
+KERNEL_LOGS := $(patsubst %.cu,$(BUILD)/%.log,$(filter %.cu,$(LIBRARY_SOURCES)))
+$(BUILD)/%.log: %.cu $(BUILD)/commands
+	@mkdir -p $(@:.log=)
+	$(NVCC) $(CPPFLAGS) -MF $(@:.log=.d) -MT $@ $(filter-out -gencode -arch=native arch=%,$(CUFLAGS)) -arch=sm_90 \
+		-Xptxas -v --keep --keep-dir $(@:.log=) -cubin $< -o $(@:.log=)/cubin 2>$@.part || { cat $@.part; exit 1; }
+	@mv $@.part $@
+$(BUILD)/kernels.txt: $(KERNEL_LOGS) scripts/kernel_report
+	scripts/kernel_report $(KERNEL_LOGS) >$@
 
 define program_rule
 $(BUILD)/$(notdir $(1:.cpp=)): $(BUILD)/obj/$(1:.cpp=.o) $(LIBRARY)
@@ -93,7 +148,7 @@ $(BUILD)/$(notdir $(1:.cpp=)): $(BUILD)/obj/$(1:.cpp=.o) $(LIBRARY)
 endef
 $(foreach source,$(MAIN_SOURCES),$(eval $(call program_rule,$(source))))
 
-$(TESTS): $(patsubst %.cpp,$(BUILD)/obj/%.o,$(TEST_SOURCES)) $(LIBRARY)
+$(TESTS): $(call objects_of,$(TEST_SOURCES)) $(LIBRARY)
 	$(CXX) $(LDFLAGS) $^ -lgtest $(LDLIBS) -o $@
 
 # What the fuzzers reach needs no threads, and few of the sources.
@@ -108,7 +163,7 @@ $(BUILD)/fuzz_%: $(patsubst %.cpp,$(BUILD)/obj/%.o,test/fuzz/%.cpp test/fuzz_tar
 test: all
 	JETLAG_BUILD=$(BUILD) $(if $(findstring thread,$(SAN)),TSAN_OPTIONS=ignore_noninstrumented_modules=1) $(TESTS) $(if $(FILTER),--gtest_filter='$(FILTER)')
 
-FORMATTED := $(shell find src kernels models train eval generate data_prep bench test -name '*.cpp' -o -name '*.h' 2>/dev/null)
+FORMATTED := $(shell find src kernels models train eval generate data_prep bench test -name '*.cpp' -o -name '*.h' -o -name '*.cu' 2>/dev/null)
 CLANG_FORMAT ?= clang-format
 format:
 	$(CLANG_FORMAT) -i $(FORMATTED)
@@ -129,6 +184,9 @@ help:
 	@echo 'SAN=address,undefined   sanitizers, into build/cpu-address-undefined/'
 	@echo 'SAN=thread              ThreadSanitizer, into build/cpu-thread/ (needs the packages clang and libomp-dev)'
 	@echo 'CXX=..., BUILD=...      another compiler, another build folder (cross-compiling)'
-	@echo 'BACKEND=cpu             the set of ops to link'
+	@echo 'BACKEND=cpu             the set of ops to link:'
+	@echo '       =cuda            for NVIDIA GPUs, into build/cuda/ (needs the CUDA Toolkit 12 or later in CUDA_HOME)'
+	@echo '       =emu             the same kernels run on the CPU, into build/emu/ (needs the package libboost-context-dev)'
+	@echo 'CUDA_ARCH="90 120"      the GPU architectures to compile for; native: the one at hand'
 
--include $(OBJECTS:.o=.d)
+-include $(OBJECTS:.o=.d) $(KERNEL_LOGS:.log=.d)

@@ -1,5 +1,5 @@
-// The contract of every op. A backend (kernels/cpu/, later kernels/cuda/) implements all of them; which one a
-// program has is decided when linking.
+// The contract of every op. A backend (kernels/cpu/, kernels/cuda/) implements all of them; which one a program has is
+// decided when linking.
 //
 // Pointers are device memory of the backend (for the CPU: plain memory), float32 and contiguous unless said; workspaces
 // are aligned as device_alloc aligns. Shapes:
@@ -52,13 +52,13 @@ struct DeviceArray {
     size_t bytes() const { return static_cast<size_t>(size) * sizeof(T); }
 };
 
-const char* backend_name();        // "cpu"
-const char* simd_target_name();    // "AVX3", "AVX2", "NEON", ...: what run-time dispatch chose
-int thread_count();                // threads that a large op uses
+const char* backend_name();        // "cpu", "cuda", "emu"
+const char* simd_target_name();    // "AVX3", "AVX2", "NEON", ...: what run-time dispatch chose; of a GPU its name
+int thread_count();                // threads of the host that a large op uses
 double measure_peak_flops();       // float32 multiply-adds on all threads, in FLOP/s; takes about 50 ms
 void set_thread_count(int count);  // at least 1
 
-// The same for each vector width that the CPU has, widest first: the SIMD target's name and FLOP/s.
+// The same for each vector width that the CPU has, widest first: the SIMD target's name and FLOP/s. A GPU has one.
 std::vector<std::pair<const char*, double>> measure_peaks();
 // Bytes read and written per second when all threads copy arrays of `bytes` bytes each way.
 double measure_copy_bandwidth(size_t bytes);

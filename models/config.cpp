@@ -306,7 +306,11 @@ ModelShape model_shape(const Config& config) {
         shape.lag_bias.module = method->lag_bias;
         shape.position = method->name;
         for (const Shorthand& s : kShorthands) *find_option(position.*s.options, s.option) = model.*s.value;
-        if (OptionValue* sectors = find_option(position.lag_bias, "sectors")) sectors->set = method->sectors;
+        if (OptionValue* sectors = find_option(position.lag_bias, "sectors")) {
+            sectors->set.clear();
+            for (const char* name : method->sectors)
+                if (name != nullptr) sectors->set.push_back(name);
+        }
     }
     const auto fill = [](double* options, const auto* module, std::vector<OptionValue>& values) {
         if (module == nullptr) return;

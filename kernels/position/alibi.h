@@ -16,6 +16,36 @@ JETLAG_DEVICE inline double alibi_slope(int64_t heads, int64_t head) {
     return exp2(-8.0 * static_cast<double>(odd) / static_cast<double>(2 * power));
 }
 
-extern const LagBiasModule alibi_module;
+JETLAG_DEVICE inline void alibi_coefficients(const LagBiasSpec& spec, const float*, int64_t head, double* c) {
+    c[0] = alibi_slope(spec.heads, head);
+}
+
+JETLAG_DEVICE inline double alibi_bias(const LagBiasSpec&, const double* c, double d) {
+    return -c[0] * d;
+}
+
+JETLAG_DEVICE inline void alibi_bias_gradient(const LagBiasSpec&, const double*, double, double, double*) {}
+
+JETLAG_DEVICE inline void alibi_coefficients_gradient(const LagBiasSpec&, const float*, int64_t, const double*,
+                                                      const double*, float*) {}
+
+std::vector<Option> alibi_options();
+std::vector<BiasParameter> alibi_parameters(const LagBiasSpec& spec);
+int64_t alibi_coefficient_count(const LagBiasSpec& spec);
+std::vector<std::pair<std::string, double>> alibi_summary(const LagBiasSpec& spec, const float* parameters);
+
+inline constexpr LagBiasModule alibi_module = {
+    .name = "alibi",
+    .formula = "bias = -2^(-8(h+1)/H) d, fixed",
+    .state_name = "alibi",
+    .options = alibi_options,
+    .parameters = alibi_parameters,
+    .coefficient_count = alibi_coefficient_count,
+    .coefficients = alibi_coefficients,
+    .bias = alibi_bias,
+    .bias_gradient = alibi_bias_gradient,
+    .coefficients_gradient = alibi_coefficients_gradient,
+    .summary = alibi_summary,
+};
 
 }  // namespace jetlag

@@ -16,6 +16,15 @@ JETLAG_DEVICE inline double jordan_shear(const RotarySpec& spec, int64_t, int64_
     return spec.options[1] * static_cast<double>(position) / static_cast<double>(spec.train_len);
 }
 
-extern const RotaryModule jordan_module;
+std::vector<Option> jordan_options();
+
+inline constexpr RotaryModule jordan_module = {
+    .name = "jordan",
+    .formula = "blocks (z0, z1), c = eta pos/L: query z0 += c z1, key z1 -= c z0; then angle = pos * base^(-b/(D/4))",
+    .options = jordan_options,
+    .head_dim_multiple = 4,
+    .rotation = jordan_rotation,
+    .shear = jordan_shear,
+};
 
 }  // namespace jetlag

@@ -2,8 +2,9 @@
 // of channels of q and k; a lag-bias module says what a lag adds to the score. Attention sees only the two tables
 // that the backend fills from these formulas (kernels/ops.h: rotary_table, lag_bias_table).
 //
-// A module is one header, which holds its formulas as inline functions that compile for the host and for a
-// device, and one source file, which lists its options and parameters. registry.cpp names the modules.
+// A module is one header, which holds its formulas as inline functions that compile for the host and for a device
+// (those that its struct below marks "device"), and one source file, which lists its options and parameters. registry.h
+// names the modules.
 #pragma once
 
 #include <cstdint>
@@ -55,9 +56,9 @@ struct RotaryModule {
     const char* formula;  // one line for tables and --help
     std::vector<Option> (*options)();
     int64_t head_dim_multiple;  // the head dim must be a multiple of this
-    // Positions run from 0 to T - 1; pairs from 0 to D/2 - 1.
+    // Device. Positions run from 0 to T - 1; pairs from 0 to D/2 - 1.
     Rotation (*rotation)(const RotarySpec& spec, int64_t T, int64_t position, int64_t pair);
-    // The shear coordinate c of a position, or nullptr. Before the rotation, in each group of four channels
+    // Device. The shear coordinate c of a position, or nullptr. Before the rotation, in each group of four channels
     // z0 = (4b, 4b+1), z1 = (4b+2, 4b+3): query z0 += c z1, key z1 -= c z0.
     double (*shear)(const RotarySpec& spec, int64_t T, int64_t position);
 };
@@ -87,6 +88,7 @@ struct LagBiasModule {
     std::vector<Option> (*options)();
     std::vector<BiasParameter> (*parameters)(const LagBiasSpec& spec);
     int64_t (*coefficient_count)(const LagBiasSpec& spec);
+    // From here to coefficients_gradient: device.
     void (*coefficients)(const LagBiasSpec& spec, const float* parameters, int64_t head, double* c);
     // The bias of lag d >= 0; may be -infinity (the pair is masked).
     double (*bias)(const LagBiasSpec& spec, const double* c, double d);

@@ -15,6 +15,15 @@ JETLAG_DEVICE inline Rotation ntk_rotation(const RotarySpec& spec, int64_t T, in
     return {static_cast<double>(position) * rope_frequency(base, spec.head_dim, pair), 1, 1};
 }
 
-extern const RotaryModule ntk_module;
+std::vector<Option> ntk_options();
+
+inline constexpr RotaryModule ntk_module = {
+    .name = "ntk",
+    .formula = "rope; if T > L: base <- base * (T/L)^(D/(D-2))",
+    .options = ntk_options,
+    .head_dim_multiple = 2,
+    .rotation = ntk_rotation,
+    .shear = nullptr,
+};
 
 }  // namespace jetlag

@@ -12,6 +12,15 @@ JETLAG_DEVICE inline Rotation pi_rotation(const RotarySpec& spec, int64_t T, int
     return {static_cast<double>(position) * squeeze * frequency, 1, 1};
 }
 
-extern const RotaryModule pi_module;
+std::vector<Option> pi_options();
+
+inline constexpr RotaryModule pi_module = {
+    .name = "pi",
+    .formula = "rope; if T > L: pos <- pos * (L-1)/(T-1)",
+    .options = pi_options,
+    .head_dim_multiple = 2,
+    .rotation = pi_rotation,
+    .shear = nullptr,
+};
 
 }  // namespace jetlag

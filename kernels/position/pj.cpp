@@ -2,7 +2,7 @@
 
 namespace jetlag {
 
-static std::vector<Option> pj_options() {
+std::vector<Option> pj_options() {
     return {
         {"sectors", Option::set, 7, 1, 7, {"fj", "affine", "lc"}, "pj: enabled sectors"},
         {"max_order", Option::integer, 3, 0, kPjMaxOrder, {}, "pj: highest jet order R"},
@@ -28,7 +28,7 @@ static std::vector<Option> pj_options() {
     };
 }
 
-static std::vector<BiasParameter> pj_parameters(const LagBiasSpec& spec) {
+std::vector<BiasParameter> pj_parameters(const LagBiasSpec& spec) {
     const PjLayout l = pj_layout(spec);
     const int64_t H = spec.heads, F = l.frequencies, orders = l.orders;
     const size_t heads = static_cast<size_t>(H);
@@ -72,12 +72,12 @@ static std::vector<BiasParameter> pj_parameters(const LagBiasSpec& spec) {
     return list;
 }
 
-static int64_t pj_coefficient_count(const LagBiasSpec& spec) {
+int64_t pj_coefficient_count(const LagBiasSpec& spec) {
     return pj_layout(spec).count;
 }
 
 // Gates, slope, and the effective mass of each order, M_r = g alpha_r sum_m |zeta[m][r]|.
-static std::vector<std::pair<std::string, double>> pj_summary(const LagBiasSpec& spec, const float* parameters) {
+std::vector<std::pair<std::string, double>> pj_summary(const LagBiasSpec& spec, const float* parameters) {
     const PjLayout l = pj_layout(spec);
     std::vector<double> c(static_cast<size_t>(l.count));
     std::vector<double> gate(kPjSectorCount), fj_mass(static_cast<size_t>(l.orders)), lc_mass(fj_mass);
@@ -104,19 +104,5 @@ static std::vector<std::pair<std::string, double>> pj_summary(const LagBiasSpec&
     for (int r = 0; r < l.orders; r++) figures.push_back({"lc_mass_r" + std::to_string(r), lc_mass[r]});
     return figures;
 }
-
-const LagBiasModule pj_module = {
-    .name = "pj",
-    .formula = "bias = g_FJ FJ(d) + g_affine affine(d) + g_LC LC(d), learned",
-    .state_name = "pj_bias",
-    .options = pj_options,
-    .parameters = pj_parameters,
-    .coefficient_count = pj_coefficient_count,
-    .coefficients = pj_coefficients,
-    .bias = pj_bias,
-    .bias_gradient = pj_bias_gradient,
-    .coefficients_gradient = pj_coefficients_gradient,
-    .summary = pj_summary,
-};
 
 }  // namespace jetlag

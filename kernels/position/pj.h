@@ -250,6 +250,23 @@ JETLAG_DEVICE inline void pj_coefficients_gradient(const LagBiasSpec& spec, cons
     }
 }
 
-extern const LagBiasModule pj_module;
+std::vector<Option> pj_options();
+std::vector<BiasParameter> pj_parameters(const LagBiasSpec& spec);
+int64_t pj_coefficient_count(const LagBiasSpec& spec);
+std::vector<std::pair<std::string, double>> pj_summary(const LagBiasSpec& spec, const float* parameters);
+
+inline constexpr LagBiasModule pj_module = {
+    .name = "pj",
+    .formula = "bias = g_FJ FJ(d) + g_affine affine(d) + g_LC LC(d), learned",
+    .state_name = "pj_bias",
+    .options = pj_options,
+    .parameters = pj_parameters,
+    .coefficient_count = pj_coefficient_count,
+    .coefficients = pj_coefficients,
+    .bias = pj_bias,
+    .bias_gradient = pj_bias_gradient,
+    .coefficients_gradient = pj_coefficients_gradient,
+    .summary = pj_summary,
+};
 
 }  // namespace jetlag

@@ -2,38 +2,10 @@
 
 #include <algorithm>
 
-#include "kernels/position/alibi.h"
-#include "kernels/position/jordan.h"
-#include "kernels/position/ntk.h"
-#include "kernels/position/pi.h"
-#include "kernels/position/pj.h"
-#include "kernels/position/rope.h"
-#include "kernels/position/yarn.h"
-
 namespace jetlag {
 
-const std::vector<Method>& methods() {
-    static const std::vector<Method> table = {
-        {"none", nullptr, nullptr, {}},
-        {"rope", &rope_module, nullptr, {}},
-        {"rope_pi", &pi_module, nullptr, {}},
-        {"rope_ntk", &ntk_module, nullptr, {}},
-        {"rope_yarn", &yarn_module, nullptr, {}},
-        {"pj_rotary", &jordan_module, nullptr, {}},
-        {"affine", nullptr, &pj_module, {"affine"}},
-        {"rope_affine", &rope_module, &pj_module, {"affine"}},
-        {"rope_ntk_affine", &ntk_module, &pj_module, {"affine"}},
-        {"rope_yarn_affine", &yarn_module, &pj_module, {"affine"}},
-        {"fj_affine", nullptr, &pj_module, {"fj", "affine"}},
-        {"fj_lc", nullptr, &pj_module, {"fj", "lc"}},
-        {"lc_affine", nullptr, &pj_module, {"affine", "lc"}},
-        {"full", nullptr, &pj_module, {"fj", "affine", "lc"}},
-        {"grape_m_rope", &rope_module, nullptr, {}},
-        {"grape_a_alibi", nullptr, &pj_module, {"affine"}},
-        {"grape_ma_rope_alibi", &rope_module, &pj_module, {"affine"}},
-        {"alibi", nullptr, &alibi_module, {}},
-    };
-    return table;
+std::span<const Method> methods() {
+    return kMethods;
 }
 
 const Method* find_method(const std::string& name) {

@@ -18,6 +18,15 @@ JETLAG_DEVICE inline Rotation rope_rotation(const RotarySpec& spec, int64_t, int
 // The option `base`, which every rotary module has first.
 Option rope_base_option();
 
-extern const RotaryModule rope_module;
+std::vector<Option> rope_options();
+
+inline constexpr RotaryModule rope_module = {
+    .name = "rope",
+    .formula = "angle = pos * base^(-p/(D/2))",
+    .options = rope_options,
+    .head_dim_multiple = 2,
+    .rotation = rope_rotation,
+    .shear = nullptr,
+};
 
 }  // namespace jetlag

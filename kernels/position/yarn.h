@@ -23,6 +23,15 @@ JETLAG_DEVICE inline Rotation yarn_rotation(const RotarySpec& spec, int64_t T, i
     return {static_cast<double>(position) * frequency, gain, gain};
 }
 
-extern const RotaryModule yarn_module;
+std::vector<Option> yarn_options();
+
+inline constexpr RotaryModule yarn_module = {
+    .name = "yarn",
+    .formula = "rope; if T > L: slow pairs interpolated by T/L, fast ones kept; gain 1 + 0.1 ln(T/L)",
+    .options = yarn_options,
+    .head_dim_multiple = 2,
+    .rotation = yarn_rotation,
+    .shear = nullptr,
+};
 
 }  // namespace jetlag
