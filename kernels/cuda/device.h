@@ -34,6 +34,8 @@
 //
 //     warp_sum(float or double), warp_max(float)
 //         Over the lanes of a full warp, by halves: five exchanges with lane ^ 16, ^ 8, ... Every lane gets the result.
+//     UNROLL for (...), ROLLED for (...)
+//         Whether the compiler repeats the body as often as the loop runs, which registers in arrays need.
 //
 // Multiply-adds are not fused by the compiler in either world (as on the CPU, see the Makefile): write fmaf where one
 // rounding is meant.
@@ -72,6 +74,8 @@ namespace jetlag {
 inline constexpr const char* kBackendName = "cuda";
 
 #define SHARED_ARRAY(type, name, count) __shared__ type name[count]
+#define UNROLL _Pragma("unroll")
+#define ROLLED _Pragma("unroll 1")
 
 extern __shared__ __align__(16) unsigned char dynamic_shared_memory[];
 template <typename T>

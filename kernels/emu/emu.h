@@ -287,6 +287,8 @@ inline unsigned __reduce_add_sync(unsigned mask, unsigned x, EMU_SITE) {
 
 namespace jetlag {
 
+#define UNROLL _Pragma("GCC unroll 64")
+#define ROLLED _Pragma("GCC unroll 1")
 #define SHARED_ARRAY(type, name, count)                \
     static char name##_key;                            \
     type(&name)[count] = *static_cast<type(*)[count]>( \
