@@ -25,6 +25,26 @@ inline constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 inline constexpr float kInfinity = std::numeric_limits<float>::infinity();
 inline constexpr double kRounding = 0x1p-24;  // the largest relative error of one float rounding
 
+// The values in device memory, which the host cannot read itself.
+template <typename T>
+std::vector<T> read_device(const T* device, int64_t n) {
+    std::vector<T> values(static_cast<size_t>(n));
+    copy_to_host(values.data(), device, values.size() * sizeof(T));
+    return values;
+}
+template <typename T>
+std::vector<T> read_device(const DeviceArray<T>& array) {
+    return read_device(array.data, array.size);
+}
+
+// Changes the first n values in device memory.
+template <typename T>
+void change_device(T* device, int64_t n, const std::function<void(std::vector<T>&)>& change) {
+    std::vector<T> values = read_device(device, n);
+    change(values);
+    copy_to_device(device, values.data(), static_cast<size_t>(n) * sizeof(T));
+}
+
 // Device memory of n values of T. What is not given is NaN at first, so that a value that an op forgets to write, or
 // reads before it is written, shows. Behind the values lies a guard that read() finds unchanged.
 template <typename T>
@@ -144,6 +164,13 @@ inline Model make_small_model(const std::string& method, const std::vector<std::
     TorchGenerator generator = make_generator(3);
     initialize_model(model, generator);
     return model;
+}
+
+// Changes the parameters whose names contain `part`.
+inline void change_parameters(Model& model, const std::string& part, const std::function<void(Floats&)>& change) {
+    for (const ParameterInfo& info : model.layout)
+        if (info.name.find(part) != std::string::npos)
+            change_device<float>(model.parameters.data + info.offset, info.size, change);
 }
 
 }  // namespace jetlag::test
