@@ -416,48 +416,60 @@ std::optional<double> skipped_share(const AttentionSkipping& skipping) {
     return static_cast<double>(skipping.skipped) / static_cast<double>(skipping.tiles);
 }
 
+// The times of the ops in one more run, beside the samples: for them the device is waited for after every op.
+OpTimes op_times_of(Activations& acts, const std::function<void()>& run) {
+    OpTimes times;
+    acts.op_times = &times;
+    device_wait();
+    times.last = std::chrono::steady_clock::now();
+    run();
+    acts.op_times = nullptr;
+    return times;
+}
+
 // A training step as train_lm makes it: batch, forward, backward, gradient norm, AdamW.
 void add_training(std::vector<Case>& cases, const std::string& method, int64_t T, int64_t B, int threads) {
     const ModelShape shape = model_shape(method_config(method, {}));
     Row row = method_row("train", method, T, B, fmt::format("B{}", B), training_flops(shape, B, T), 0);
     row.threads = threads;
     if (threads > 0) row.name += fmt::format("/threads{}", threads);
-    cases.push_back(
-        {row, [=] {
-             struct State {
-                 Subject subject;
-                 Activations acts;
-                 DeviceArray<float> gradients, m, v;
-                 int64_t step = 0;
-                 std::vector<double> losses;
-                 OpTimes times;
-             };
-             const auto s = std::make_shared<State>();
-             s->subject = make_subject(method, {fmt::format("train.context={}", T)});
-             Model& model = s->subject.model;
-             s->acts = make_activations(model.shape, B, T, Mode::training, false);
-             s->acts.op_times = &s->times;
-             s->gradients = DeviceArray<float>(model.parameters.size);
-             s->m = DeviceArray<float>(model.parameters.size);
-             s->v = DeviceArray<float>(model.parameters.size);
-             const auto run = [=] {
-                 s->times.last = std::chrono::steady_clock::now();
-                 Model& trained = s->subject.model;
-                 const TrainSettings& t = s->subject.config.train;
-                 const Batch batch = bench_batch(s->step * B, B, T);
-                 device_zero(s->gradients.data, s->gradients.bytes());
-                 const double loss = train_batch(trained, s->acts, s->gradients, batch.tokens, batch.targets, B, T, 1);
-                 if (std::ssize(s->losses) < kComparedLosses) s->losses.push_back(loss);
-                 moments(s->gradients.data, s->gradients.size);
-                 adamw(trained.parameters.data, s->m.data, s->v.data, s->gradients.data, trained.takes_part.data,
-                       {t.lr, t.beta1, t.beta2, t.eps, t.weight_decay, 1}, ++s->step, trained.parameters.size);
-                 lap(&s->times, "optimizer");
-             };
-             return Work{run, [=](Row& done) {
-                             done.losses = s->losses;
-                             done.shares = s->times;
-                         }};
-         }});
+    cases.push_back({row, [=] {
+                         struct State {
+                             Subject subject;
+                             Activations acts;
+                             DeviceArray<float> gradients, m, v;
+                             DeviceArray<double> norm;
+                             int64_t step = 0;
+                             std::vector<double> losses;
+                         };
+                         const auto s = std::make_shared<State>();
+                         s->subject = make_subject(method, {fmt::format("train.context={}", T)});
+                         Model& model = s->subject.model;
+                         s->acts = make_activations(model.shape, B, T, Mode::training, false);
+                         s->gradients = DeviceArray<float>(model.parameters.size);
+                         s->m = DeviceArray<float>(model.parameters.size);
+                         s->v = DeviceArray<float>(model.parameters.size);
+                         s->norm = DeviceArray<double>(1);
+                         const auto run = [=] {
+                             Model& trained = s->subject.model;
+                             const TrainSettings& t = s->subject.config.train;
+                             const Batch batch = bench_batch(s->step * B, B, T);
+                             device_zero(s->gradients.data, s->gradients.bytes());
+                             start_train_batch(trained, s->acts, s->gradients, batch.tokens, batch.targets, B, T, 1);
+                             euclidean_norm(s->norm.data, s->gradients.data, s->gradients.size);
+                             adamw(trained.parameters.data, s->m.data, s->v.data, s->gradients.data,
+                                   trained.takes_part.data,
+                                   {t.lr, t.beta1, t.beta2, t.eps, t.weight_decay, 1, s->norm.data}, ++s->step,
+                                   trained.parameters.size);
+                             const double loss = finish_train_batch(s->acts, B, T);
+                             if (std::ssize(s->losses) < kComparedLosses) s->losses.push_back(loss);
+                             lap(s->acts.op_times, "optimizer");
+                         };
+                         return Work{run, [=](Row& done) {
+                                         done.losses = s->losses;
+                                         done.shares = op_times_of(s->acts, run);
+                                     }};
+                     }});
 }
 
 void add_evaluation(std::vector<Case>& cases, const std::string& method, int64_t T, bool skips) {
@@ -468,22 +480,19 @@ void add_evaluation(std::vector<Case>& cases, const std::string& method, int64_t
                              Subject subject;
                              Activations acts;
                              std::vector<double> losses;
-                             OpTimes times;
                          };
                          const auto s = std::make_shared<State>();
                          s->subject = make_subject(method, {fmt::format("model.exact_skipping={}", skips)});
                          s->acts = make_activations(s->subject.model.shape, 1, T, Mode::inference, false);
-                         s->acts.op_times = &s->times;
                          const auto run = [=] {
-                             s->times.last = std::chrono::steady_clock::now();
                              const Batch batch = bench_batch(0, 1, T);
                              s->losses = {
                                  evaluate_batch(s->subject.model, s->acts, batch.tokens, batch.targets, 1, T, T).loss};
                          };
                          return Work{run, [=](Row& done) {
                                          done.losses = s->losses;
-                                         done.shares = s->times;
-                                         done.skipped = skipped_share(s->acts.skipping);
+                                         done.shares = op_times_of(s->acts, run);
+                                         done.skipped = skipped_share(attention_skipping(s->acts));
                                      }};
                      }});
 }
