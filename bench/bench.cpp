@@ -428,11 +428,13 @@ OpTimes op_times_of(Activations& acts, const std::function<void()>& run) {
 }
 
 // A training step as train_lm makes it: batch, forward, backward, gradient norm, AdamW.
-void add_training(std::vector<Case>& cases, const std::string& method, int64_t T, int64_t B, int threads) {
-    const ModelShape shape = model_shape(method_config(method, {}));
+void add_training(std::vector<Case>& cases, const std::string& method, int64_t T, int64_t B, int threads,
+                  const std::vector<std::string>& overrides = {}) {
+    const ModelShape shape = model_shape(method_config(method, overrides));
     Row row = method_row("train", method, T, B, fmt::format("B{}", B), training_flops(shape, B, T), 0);
     row.threads = threads;
     if (threads > 0) row.name += fmt::format("/threads{}", threads);
+    if (!overrides.empty()) row.name += fmt::format("/L{}/C{}", shape.layers, shape.embed_dim);
     cases.push_back({row, [=] {
                          struct State {
                              Subject subject;
@@ -443,7 +445,9 @@ void add_training(std::vector<Case>& cases, const std::string& method, int64_t T
                              std::vector<double> losses;
                          };
                          const auto s = std::make_shared<State>();
-                         s->subject = make_subject(method, {fmt::format("train.context={}", T)});
+                         std::vector<std::string> settings = overrides;
+                         settings.push_back(fmt::format("train.context={}", T));
+                         s->subject = make_subject(method, settings);
                          Model& model = s->subject.model;
                          s->acts = make_activations(model.shape, B, T, Mode::training, false);
                          s->gradients = DeviceArray<float>(model.parameters.size);
@@ -497,7 +501,8 @@ void add_evaluation(std::vector<Case>& cases, const std::string& method, int64_t
                      }});
 }
 
-std::vector<Case> all_cases() {
+// With `large`, also training steps of a larger model, which take a CPU minutes.
+std::vector<Case> all_cases(bool large) {
     std::vector<Case> cases;
     const ModelShape published = model_shape(method_config("none", {}));
     for (int64_t B : {8, 32}) {
@@ -526,6 +531,10 @@ std::vector<Case> all_cases() {
             add_evaluation(cases, method.name, T, true);
             if (method.lag_bias != nullptr) add_evaluation(cases, method.name, T, false);
         }
+    for (const auto& [T, B] : {std::pair<int64_t, int64_t>{1024, 8}, {8192, 1}})
+        for (const char* method : {"rope", "full"})
+            if (large)
+                add_training(cases, method, T, B, 0, {"model.layers=12", "model.embed_dim=768", "model.heads=12"});
     return cases;
 }
 
@@ -656,7 +665,7 @@ void write_inputs(const std::filesystem::path& folder) {
 }
 
 // The rows whose name contains a match of `filter`, an extended regular expression; "" matches all.
-std::vector<Case> matching_cases(const std::string& filter) {
+std::vector<Case> matching_cases(const std::string& filter, bool large) {
     regex_t pattern;
     if (const int code = regcomp(&pattern, filter.empty() ? "." : filter.c_str(), REG_EXTENDED | REG_NOSUB);
         code != 0) {
@@ -665,7 +674,7 @@ std::vector<Case> matching_cases(const std::string& filter) {
         fail_usage("--filter {}: not an extended regular expression: {}", filter, reason);
     }
     std::vector<Case> cases;
-    for (Case& c : all_cases())
+    for (Case& c : all_cases(large))
         if (regexec(&pattern, c.row.name.c_str(), 0, nullptr, 0) == 0) cases.push_back(std::move(c));
     regfree(&pattern);
     if (cases.empty()) fail_usage("--filter {}: matches no row (--list shows them)", filter);
@@ -677,13 +686,14 @@ int run(int argc, char** argv) {
     std::string filter, json_file, inputs;
     int64_t repeat = 7;
     int threads = 0;
-    bool list = false;
+    bool list = false, large = false;
     app.add_option("--filter", filter, "only rows whose name contains a match of this extended regular expression");
     app.add_option("--repeat", repeat, "samples of a row, of which the median is shown (default: 7)")
         ->check(CLI::Range(1, 10000));
     app.add_option("--threads", threads, "threads (default: all)")->check(CLI::Range(1, 1024));
     app.add_option("--json", json_file, "write a JSON file as well");
     app.add_option("--inputs", inputs, "only write tokens and initial weights for bench/torch_baseline.py there");
+    app.add_flag("--large", large, "also training steps of a model of 12 layers and 768 channels");
     app.add_flag("--list", list, "only list the names of the rows");
     app.footer(
         "Columns: name, median time of one run, fastest and slowest sample against it, arithmetic per second and in\n"
@@ -692,7 +702,7 @@ int run(int argc, char** argv) {
     if (!parse_command_line(app, argc, argv)) return kExitGood;
     for (const char* option : {"--filter", "--json", "--inputs"})
         if (app.count(option) > 0 && app[option]->as<std::string>().empty()) fail_usage("{}: is empty", option);
-    std::vector<Case> cases = matching_cases(filter);
+    std::vector<Case> cases = matching_cases(filter, large);
     if (!inputs.empty()) {
         write_inputs(inputs);
         return kExitGood;

@@ -39,6 +39,8 @@ TEST(Bench, ListsEveryOpAndEveryMethod) {
             EXPECT_TRUE(lists(fmt::format(fmt::runtime(rest), method.name))) << method.name << rest;
     }
     EXPECT_EQ(lines_of(run_program("bench", {"--list", "--filter", "^adamw"}).out).size(), 1u);
+    EXPECT_EQ(run_program("bench", {"--list", "--large", "--filter", "^train/full/T8192"}).out,
+              "train/full/T8192/B1/L12/C768\n");
 }
 
 TEST(Bench, MeasuresAndWritesJson) {

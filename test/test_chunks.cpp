@@ -78,8 +78,8 @@ TEST(TrainingGraph, SameBitsAsOps) {
                           {0.01 / static_cast<double>(step), 0.9, 0.999, 1e-8, 1e-4, 1, norm.data, 0.5}, step, n);
                     // Another length and scale in between, which has its own graph.
                     if (step % 7 == 0) {
-                        const std::vector<int32_t> tokens = test::random_tokens(generator, 60, model.shape.vocab);
-                        train_batch(model, acts, gradients, tokens, tokens, 2, 30, 0.25);
+                        const std::vector<int32_t> tokens = test::random_tokens(generator, 40, model.shape.vocab);
+                        train_batch(model, acts, gradients, tokens, tokens, 2, 20, 0.25);
                     }
                 }
                 results[graphs].gradients = test::read_device(model.parameters);
