@@ -105,5 +105,17 @@ TEST(Bench, BadUsage) {
     test::expect_error(run_program("bench", {"--inputs", file}), "bench", kExitFailed, {file});
 }
 
+// scripts/gpu_check where there is no GPU: one line, at once, and nothing is made.
+TEST(GpuCheck, NeedsAGpu) {
+    if (std::system("nvidia-smi -L >/dev/null 2>&1") == 0 || std::filesystem::exists("/dev/nvidia0"))
+        GTEST_SKIP() << "this machine has a GPU";
+    const test::TemporaryFolder folder;
+    const std::string err = folder.path / "err", out = folder.path / "out";
+    const std::string command = fmt::format("OUT={} scripts/gpu_check 2>{}", out, err);
+    EXPECT_EQ(WEXITSTATUS(std::system(command.c_str())), 1);
+    EXPECT_EQ(read_file(err), "gpu_check: error: no GPU: nvidia-smi -L lists none, and there is no /dev/nvidia0\n");
+    EXPECT_FALSE(std::filesystem::exists(out));
+}
+
 }  // namespace
 }  // namespace jetlag

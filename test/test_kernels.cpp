@@ -398,6 +398,34 @@ TEST(AdamW, FollowsPyTorchsFormula) {
     }
 }
 
+TEST(Graphs, DoWhatTheirOpsDo) {
+    const bool cpu = std::string(backend_name()) == "cpu";
+    const FloatBuffer a(Floats{1, 2, 3}), sum(Floats(3, 0.0f));
+    int calls = 0;
+    const auto ops = [&] {
+        calls++;
+        residual_forward(sum.data(), sum.data(), a.data(), 3);
+    };
+    Graph graph;
+    for (int i = 0; i < 5; i++) run_graph(graph, ops);
+    EXPECT_EQ(sum.read(), (Floats{5, 10, 15}));
+    EXPECT_EQ(calls, cpu ? 5 : 2);
+
+    // A capture that fails leaves no graph, and the ops as they were.
+    Graph failing;
+    run_graph(failing, ops);
+    EXPECT_THROW(run_graph(failing, [] { throw std::runtime_error("no"); }), std::runtime_error);
+    run_graph(failing, ops);
+    EXPECT_EQ(sum.read(), (Floats{7, 14, 21}));
+    Graph waiting;
+    run_graph(waiting, device_wait);
+    if (!cpu) {
+        EXPECT_THROW(run_graph(waiting, device_wait), std::runtime_error);
+    }
+    run_graph(graph, ops);
+    EXPECT_EQ(sum.read(), (Floats{8, 16, 24}));
+}
+
 // A norm on the device means what the host would make of it.
 TEST(AdamW, ShrinksToALargestNorm) {
     TorchGenerator generator = make_generator(9);
