@@ -416,48 +416,64 @@ std::optional<double> skipped_share(const AttentionSkipping& skipping) {
     return static_cast<double>(skipping.skipped) / static_cast<double>(skipping.tiles);
 }
 
+// The times of the ops in one more run, beside the samples: for them the device is waited for after every op.
+OpTimes op_times_of(Activations& acts, const std::function<void()>& run) {
+    OpTimes times;
+    acts.op_times = &times;
+    device_wait();
+    times.last = std::chrono::steady_clock::now();
+    run();
+    acts.op_times = nullptr;
+    return times;
+}
+
 // A training step as train_lm makes it: batch, forward, backward, gradient norm, AdamW.
-void add_training(std::vector<Case>& cases, const std::string& method, int64_t T, int64_t B, int threads) {
-    const ModelShape shape = model_shape(method_config(method, {}));
+void add_training(std::vector<Case>& cases, const std::string& method, int64_t T, int64_t B, int threads,
+                  const std::vector<std::string>& overrides = {}) {
+    const ModelShape shape = model_shape(method_config(method, overrides));
     Row row = method_row("train", method, T, B, fmt::format("B{}", B), training_flops(shape, B, T), 0);
     row.threads = threads;
     if (threads > 0) row.name += fmt::format("/threads{}", threads);
-    cases.push_back(
-        {row, [=] {
-             struct State {
-                 Subject subject;
-                 Activations acts;
-                 DeviceArray<float> gradients, m, v;
-                 int64_t step = 0;
-                 std::vector<double> losses;
-                 OpTimes times;
-             };
-             const auto s = std::make_shared<State>();
-             s->subject = make_subject(method, {fmt::format("train.context={}", T)});
-             Model& model = s->subject.model;
-             s->acts = make_activations(model.shape, B, T, Mode::training, false);
-             s->acts.op_times = &s->times;
-             s->gradients = DeviceArray<float>(model.parameters.size);
-             s->m = DeviceArray<float>(model.parameters.size);
-             s->v = DeviceArray<float>(model.parameters.size);
-             const auto run = [=] {
-                 s->times.last = std::chrono::steady_clock::now();
-                 Model& trained = s->subject.model;
-                 const TrainSettings& t = s->subject.config.train;
-                 const Batch batch = bench_batch(s->step * B, B, T);
-                 device_zero(s->gradients.data, s->gradients.bytes());
-                 const double loss = train_batch(trained, s->acts, s->gradients, batch.tokens, batch.targets, B, T, 1);
-                 if (std::ssize(s->losses) < kComparedLosses) s->losses.push_back(loss);
-                 moments(s->gradients.data, s->gradients.size);
-                 adamw(trained.parameters.data, s->m.data, s->v.data, s->gradients.data, trained.takes_part.data,
-                       {t.lr, t.beta1, t.beta2, t.eps, t.weight_decay, 1}, ++s->step, trained.parameters.size);
-                 lap(&s->times, "optimizer");
-             };
-             return Work{run, [=](Row& done) {
-                             done.losses = s->losses;
-                             done.shares = s->times;
-                         }};
-         }});
+    if (!overrides.empty()) row.name += fmt::format("/L{}/C{}", shape.layers, shape.embed_dim);
+    cases.push_back({row, [=] {
+                         struct State {
+                             Subject subject;
+                             Activations acts;
+                             DeviceArray<float> gradients, m, v;
+                             DeviceArray<double> norm;
+                             int64_t step = 0;
+                             std::vector<double> losses;
+                         };
+                         const auto s = std::make_shared<State>();
+                         std::vector<std::string> settings = overrides;
+                         settings.push_back(fmt::format("train.context={}", T));
+                         s->subject = make_subject(method, settings);
+                         Model& model = s->subject.model;
+                         s->acts = make_activations(model.shape, B, T, Mode::training, false);
+                         s->gradients = DeviceArray<float>(model.parameters.size);
+                         s->m = DeviceArray<float>(model.parameters.size);
+                         s->v = DeviceArray<float>(model.parameters.size);
+                         s->norm = DeviceArray<double>(1);
+                         const auto run = [=] {
+                             Model& trained = s->subject.model;
+                             const TrainSettings& t = s->subject.config.train;
+                             const Batch batch = bench_batch(s->step * B, B, T);
+                             device_zero(s->gradients.data, s->gradients.bytes());
+                             start_train_batch(trained, s->acts, s->gradients, batch.tokens, batch.targets, B, T, 1);
+                             euclidean_norm(s->norm.data, s->gradients.data, s->gradients.size);
+                             adamw(trained.parameters.data, s->m.data, s->v.data, s->gradients.data,
+                                   trained.takes_part.data,
+                                   {t.lr, t.beta1, t.beta2, t.eps, t.weight_decay, 1, s->norm.data}, ++s->step,
+                                   trained.parameters.size);
+                             const double loss = finish_train_batch(s->acts, B, T);
+                             if (std::ssize(s->losses) < kComparedLosses) s->losses.push_back(loss);
+                             lap(s->acts.op_times, "optimizer");
+                         };
+                         return Work{run, [=](Row& done) {
+                                         done.losses = s->losses;
+                                         done.shares = op_times_of(s->acts, run);
+                                     }};
+                     }});
 }
 
 void add_evaluation(std::vector<Case>& cases, const std::string& method, int64_t T, bool skips) {
@@ -468,27 +484,25 @@ void add_evaluation(std::vector<Case>& cases, const std::string& method, int64_t
                              Subject subject;
                              Activations acts;
                              std::vector<double> losses;
-                             OpTimes times;
                          };
                          const auto s = std::make_shared<State>();
                          s->subject = make_subject(method, {fmt::format("model.exact_skipping={}", skips)});
                          s->acts = make_activations(s->subject.model.shape, 1, T, Mode::inference, false);
-                         s->acts.op_times = &s->times;
                          const auto run = [=] {
-                             s->times.last = std::chrono::steady_clock::now();
                              const Batch batch = bench_batch(0, 1, T);
                              s->losses = {
                                  evaluate_batch(s->subject.model, s->acts, batch.tokens, batch.targets, 1, T, T).loss};
                          };
                          return Work{run, [=](Row& done) {
                                          done.losses = s->losses;
-                                         done.shares = s->times;
-                                         done.skipped = skipped_share(s->acts.skipping);
+                                         done.shares = op_times_of(s->acts, run);
+                                         done.skipped = skipped_share(attention_skipping(s->acts));
                                      }};
                      }});
 }
 
-std::vector<Case> all_cases() {
+// With `large`, also training steps of a larger model, which take a CPU minutes.
+std::vector<Case> all_cases(bool large) {
     std::vector<Case> cases;
     const ModelShape published = model_shape(method_config("none", {}));
     for (int64_t B : {8, 32}) {
@@ -517,6 +531,10 @@ std::vector<Case> all_cases() {
             add_evaluation(cases, method.name, T, true);
             if (method.lag_bias != nullptr) add_evaluation(cases, method.name, T, false);
         }
+    for (const auto& [T, B] : {std::pair<int64_t, int64_t>{1024, 8}, {8192, 1}})
+        for (const char* method : {"rope", "full"})
+            if (large)
+                add_training(cases, method, T, B, 0, {"model.layers=12", "model.embed_dim=768", "model.heads=12"});
     return cases;
 }
 
@@ -647,7 +665,7 @@ void write_inputs(const std::filesystem::path& folder) {
 }
 
 // The rows whose name contains a match of `filter`, an extended regular expression; "" matches all.
-std::vector<Case> matching_cases(const std::string& filter) {
+std::vector<Case> matching_cases(const std::string& filter, bool large) {
     regex_t pattern;
     if (const int code = regcomp(&pattern, filter.empty() ? "." : filter.c_str(), REG_EXTENDED | REG_NOSUB);
         code != 0) {
@@ -656,7 +674,7 @@ std::vector<Case> matching_cases(const std::string& filter) {
         fail_usage("--filter {}: not an extended regular expression: {}", filter, reason);
     }
     std::vector<Case> cases;
-    for (Case& c : all_cases())
+    for (Case& c : all_cases(large))
         if (regexec(&pattern, c.row.name.c_str(), 0, nullptr, 0) == 0) cases.push_back(std::move(c));
     regfree(&pattern);
     if (cases.empty()) fail_usage("--filter {}: matches no row (--list shows them)", filter);
@@ -668,13 +686,14 @@ int run(int argc, char** argv) {
     std::string filter, json_file, inputs;
     int64_t repeat = 7;
     int threads = 0;
-    bool list = false;
+    bool list = false, large = false;
     app.add_option("--filter", filter, "only rows whose name contains a match of this extended regular expression");
     app.add_option("--repeat", repeat, "samples of a row, of which the median is shown (default: 7)")
         ->check(CLI::Range(1, 10000));
     app.add_option("--threads", threads, "threads (default: all)")->check(CLI::Range(1, 1024));
     app.add_option("--json", json_file, "write a JSON file as well");
     app.add_option("--inputs", inputs, "only write tokens and initial weights for bench/torch_baseline.py there");
+    app.add_flag("--large", large, "also training steps of a model of 12 layers and 768 channels");
     app.add_flag("--list", list, "only list the names of the rows");
     app.footer(
         "Columns: name, median time of one run, fastest and slowest sample against it, arithmetic per second and in\n"
@@ -683,7 +702,7 @@ int run(int argc, char** argv) {
     if (!parse_command_line(app, argc, argv)) return kExitGood;
     for (const char* option : {"--filter", "--json", "--inputs"})
         if (app.count(option) > 0 && app[option]->as<std::string>().empty()) fail_usage("{}: is empty", option);
-    std::vector<Case> cases = matching_cases(filter);
+    std::vector<Case> cases = matching_cases(filter, large);
     if (!inputs.empty()) {
         write_inputs(inputs);
         return kExitGood;

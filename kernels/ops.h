@@ -13,6 +13,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -52,6 +54,17 @@ struct DeviceArray {
     }
     size_t bytes() const { return static_cast<size_t>(size) * sizeof(T); }
 };
+
+// Ops that are called again and again with the same arguments. A GPU gets them as one graph, instead of hundreds of
+// launches for each of which it might wait.
+struct Graph {
+    int64_t runs = 0;
+    std::shared_ptr<void> captured;  // the backend's own
+};
+// Does what `ops` does, which is the same each time, waits for nothing and reads nothing on the host. It is called the
+// first time (when the ops get their scratch memory), and to capture the graph; later the graph is replayed. A CPU
+// calls it every time.
+void run_graph(Graph& graph, const std::function<void()>& ops);
 
 const char* backend_name();        // "cpu", "cuda", "emu"
 const char* simd_target_name();    // "AVX3", "AVX2", "NEON", ...: what run-time dispatch chose; of a GPU its name
@@ -112,7 +125,7 @@ inline constexpr int64_t kMaxHeadDim = 256;
 //     out: (B, T, H, D)   lse: (B, H, T), ln sum_j exp(score), -infinity for a row without a key
 //     qkv: (B, T, 3, H, D)   lag_bias: (H, T) or nullptr   stats: nullptr if not wanted
 //     workspace: attention_workspace_floats(B, T, H, D) floats, for forward and backward alike
-//     skipping: += the tiles of this call; nullptr: nothing is skipped
+//     skipping: in device memory, += the tiles of this call; nullptr: nothing is skipped
 void attention_forward(float* out, float* lse, const AttentionRowStats* stats, const float* qkv,
                        const RotaryTable& rotary, const float* lag_bias, float* workspace, int64_t B, int64_t T,
                        int64_t H, int64_t D, AttentionSkipping* skipping = nullptr);
@@ -194,12 +207,17 @@ struct Moments {
 };
 Moments moments(const float* x, int64_t n);  // sums in double, fixed order
 
+// norm: in device memory, the square root of the sum of squares; the device need not be waited for.
+void euclidean_norm(double* norm, const float* x, int64_t n);
+
 // The position of the first value that is NaN or infinite, or -1.
 int64_t first_nonfinite(const float* x, int64_t n);
 
 // AdamW (Loshchilov and Hutter 2019) with PyTorch's arithmetic. Gradients are multiplied by grad_scale first.
 struct AdamW {
     double lr, beta1, beta2, eps, weight_decay, grad_scale;
+    const double* norm = nullptr;  // in device memory, or nullptr; if it is not finite, nothing changes,
+    double max_norm = 0;           // and if it is larger than this (0: no limit), gradients shrink to it
 };
 // One step, numbered from 1, on n parameters with their moments m and v. Where takes_part is 0 nothing changes.
 void adamw(float* parameters, float* m, float* v, const float* gradients, const uint8_t* takes_part,

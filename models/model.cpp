@@ -307,6 +307,7 @@ static Activations allocate_activations(const ModelShape& shape, int64_t B, int6
     place(acts, acts.memory.data, shape, B, T, mode, with_stats);
     acts.tokens = DeviceArray<int32_t>(B * T);
     acts.targets = DeviceArray<int32_t>(B * T);
+    acts.skipping = DeviceArray<AttentionSkipping>(1);
     acts.rotary_memory = DeviceArray<float>(rotary_floats(shape, T));
     return acts;
 }
@@ -387,7 +388,7 @@ static void forward_attention(const ModelShape& s, const BlockTensors& w, Activa
     if (a.lag_bias != nullptr) lag_bias_table(a.lag_bias, s.lag_bias, w.lag_bias, T);
     lap(times, "lag-bias table");
     attention_forward(a.attention, a.lse, stats, a.qkv, acts.rotary, a.lag_bias, acts.workspace, B, T, s.heads,
-                      s.head_dim, s.exact_skipping ? &acts.skipping : nullptr);
+                      s.head_dim, s.exact_skipping ? acts.skipping.data : nullptr);
     lap(times, "attention forward");
 }
 
@@ -430,11 +431,9 @@ static void forward_block(const ModelShape& s, const BlockTensors& w, Activation
     }
 }
 
-// Everything up to the final LayerNorm. With a cache B is 1 and the tokens are those that follow in it.
-static void forward_blocks(const Model& model, Activations& acts, std::span<const int32_t> tokens,
-                           std::span<const int32_t> targets, int64_t B, int64_t T, KeyValueCache* cache = nullptr) {
-    const ModelShape& s = model.shape;
-    const ModelTensors p = locate(model, model.parameters.data);
+// The batch and the rotary table. With a cache B is 1 and the tokens are those that follow in it.
+static void set_batch(const ModelShape& s, Activations& acts, std::span<const int32_t> tokens,
+                      std::span<const int32_t> targets, int64_t T, const KeyValueCache* cache = nullptr) {
     lap(acts.op_times, "between batches");
     copy_to_device(acts.tokens.data, tokens.data(), tokens.size_bytes());
     copy_to_device(acts.targets.data, targets.data(), targets.size_bytes());
@@ -443,6 +442,13 @@ static void forward_blocks(const Model& model, Activations& acts, std::span<cons
     else
         update_rotary(s, acts, T);
     lap(acts.op_times, "batch and rotary table");
+}
+
+// Everything up to the final LayerNorm.
+static void forward_blocks(const Model& model, Activations& acts, int64_t B, int64_t T,
+                           KeyValueCache* cache = nullptr) {
+    const ModelShape& s = model.shape;
+    const ModelTensors p = locate(model, model.parameters.data);
     embedding_forward(acts.residual[0], p.embedding, acts.tokens.data, B * T, s.embed_dim);
     lap(acts.op_times, "embedding");
     const AttentionRowStats stats = {acts.entropy, acts.mean_lag};
@@ -474,14 +480,12 @@ BatchResult evaluate_batch(const Model& model, Activations& acts, std::span<cons
     const int64_t V = s.vocab;
     const ModelTensors p = locate(model, model.parameters.data);
     OpTimes* times = acts.op_times;
-    const AttentionSkipping before = acts.skipping;
-    forward_blocks(model, acts, tokens, targets, B, T);
+    device_zero(acts.skipping.data, acts.skipping.bytes());
+    set_batch(s, acts, tokens, targets, T);
+    forward_blocks(model, acts, B, T);
 
     BatchResult result;
     result.losses.resize(static_cast<size_t>(B * T));
-    if (acts.skipping.tiles > before.tiles)
-        result.skipped = static_cast<double>(acts.skipping.skipped - before.skipped) /
-                         static_cast<double>(acts.skipping.tiles - before.tiles);
     Moments logits;
     double loss_sum = 0;
     for (int64_t b = 0; b < B; b++)
@@ -498,6 +502,8 @@ BatchResult evaluate_batch(const Model& model, Activations& acts, std::span<cons
             lap(times, "figures");
         }
     copy_to_host(result.losses.data(), acts.losses, result.losses.size() * sizeof(float));
+    if (const AttentionSkipping skipping = attention_skipping(acts); skipping.tiles > 0)
+        result.skipped = static_cast<double>(skipping.skipped) / static_cast<double>(skipping.tiles);
     for (int64_t b = 0; b < B; b++)
         for (int64_t t = T - scored; t < T; t++) loss_sum += result.losses[static_cast<size_t>(b * T + t)];
     result.loss = loss_sum / static_cast<double>(B * scored);
@@ -518,16 +524,22 @@ BatchResult evaluate_batch(const Model& model, Activations& acts, std::span<cons
     return result;
 }
 
-double train_batch(const Model& model, Activations& acts, DeviceArray<float>& gradients,
-                   std::span<const int32_t> tokens, std::span<const int32_t> targets, int64_t B, int64_t T,
-                   double loss_scale) {
+AttentionSkipping attention_skipping(const Activations& acts) {
+    AttentionSkipping skipping;
+    copy_to_host(&skipping, acts.skipping.data, sizeof(skipping));
+    return skipping;
+}
+
+// Everything of a training batch that the device does, once the batch is there.
+static void forward_and_backward(const Model& model, Activations& acts, DeviceArray<float>& gradients, int64_t B,
+                                 int64_t T, double loss_scale) {
     const ModelShape& s = model.shape;
     const int64_t N = B * T, C = s.embed_dim, V = s.vocab, mlp = s.mlp_dim;
     const ModelTensors p = locate(model, model.parameters.data);
     const ModelTensors g = locate(model, gradients.data);
     float* workspace = acts.workspace;
     OpTimes* times = acts.op_times;
-    forward_blocks(model, acts, tokens, targets, B, T);
+    forward_blocks(model, acts, B, T);
 
     // The head, a chunk of rows at a time: logits, loss, their gradient in place, and back to the final LayerNorm.
     const float dloss = static_cast<float>(loss_scale / static_cast<double>(N));
@@ -540,9 +552,6 @@ double train_batch(const Model& model, Activations& acts, DeviceArray<float>& gr
                         workspace, rows, C, V);
         lap(times, "dense backward");
     }
-    std::vector<float> losses(static_cast<size_t>(N));
-    copy_to_host(losses.data(), acts.losses, losses.size() * sizeof(float));
-
     device_zero(acts.dresidual, static_cast<size_t>(N * C) * sizeof(float));
     layernorm_backward(acts.dresidual, g.norm_weight, g.norm_bias, acts.dnorm, acts.residual.back(), p.norm_weight,
                        acts.norm_mean, acts.norm_rstd, workspace, N, C);
@@ -574,7 +583,7 @@ double train_batch(const Model& model, Activations& acts, DeviceArray<float>& gr
                         w.out_proj_weight, workspace, N, C, C);
         lap(times, "dense backward");
         attention_backward(acts.dqkv, acts.dlag_bias, acts.dnorm, a.qkv, a.attention, a.lse, acts.rotary, a.lag_bias,
-                           workspace, B, T, s.heads, s.head_dim, s.exact_skipping ? &acts.skipping : nullptr);
+                           workspace, B, T, s.heads, s.head_dim, s.exact_skipping ? acts.skipping.data : nullptr);
         lap(times, "attention backward");
         if (a.lag_bias != nullptr) lag_bias_table_backward(dw.lag_bias, acts.dlag_bias, s.lag_bias, w.lag_bias, T);
         lap(times, "lag-bias table");
@@ -587,7 +596,32 @@ double train_batch(const Model& model, Activations& acts, DeviceArray<float>& gr
     }
     embedding_backward(g.embedding, acts.dresidual, acts.tokens.data, N, V, C);
     lap(times, "embedding");
+}
+
+void start_train_batch(const Model& model, Activations& acts, DeviceArray<float>& gradients,
+                       std::span<const int32_t> tokens, std::span<const int32_t> targets, int64_t B, int64_t T,
+                       double loss_scale) {
+    set_batch(model.shape, acts, tokens, targets, T);
+    const auto ops = [&] { forward_and_backward(model, acts, gradients, B, T, loss_scale); };
+    if (acts.op_times != nullptr) return ops();
+    TrainingGraph& t = acts.training;
+    if (t.parameters != model.parameters.data || t.gradients != gradients.data || t.B != B || t.T != T ||
+        t.loss_scale != loss_scale)
+        t = {{}, model.parameters.data, gradients.data, B, T, loss_scale};
+    run_graph(t.graph, ops);
+}
+
+double finish_train_batch(const Activations& acts, int64_t B, int64_t T) {
+    std::vector<float> losses(static_cast<size_t>(B * T));
+    copy_to_host(losses.data(), acts.losses, losses.size() * sizeof(float));
     return mean_of(losses);
+}
+
+double train_batch(const Model& model, Activations& acts, DeviceArray<float>& gradients,
+                   std::span<const int32_t> tokens, std::span<const int32_t> targets, int64_t B, int64_t T,
+                   double loss_scale) {
+    start_train_batch(model, acts, gradients, tokens, targets, B, T, loss_scale);
+    return finish_train_batch(acts, B, T);
 }
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -635,7 +669,8 @@ std::vector<float> extend_sequence(const Model& model, KeyValueCache& cache, std
                  mebibytes_of(activation_sizes(s, 1, rows, Mode::inference, false)));
         }
     }
-    forward_blocks(model, cache.acts, tokens, {}, 1, rows, &cache);
+    set_batch(s, cache.acts, tokens, {}, rows, &cache);
+    forward_blocks(model, cache.acts, 1, rows, &cache);
     cache.length += rows;
     forward_head(s, locate(model, model.parameters.data), cache.acts, rows - 1, 1);
     std::vector<float> logits(static_cast<size_t>(s.vocab));

@@ -76,6 +76,14 @@ struct OpTimes {
 // Adds the time since the last lap to `op`; nullptr: does nothing.
 void lap(OpTimes* times, const char* op);
 
+// Forward and backward as a graph, and what it was captured for.
+struct TrainingGraph {
+    Graph graph;
+    const float *parameters = nullptr, *gradients = nullptr;
+    int64_t B = 0, T = 0;
+    double loss_scale = 0;
+};
+
 // Memory for batches of up to B sequences of up to T tokens. Between two attentions the forward pass takes a chunk of
 // rows through all ops before the next chunk; a buffer that is not read again holds one chunk.
 struct Activations {
@@ -102,10 +110,14 @@ struct Activations {
     DeviceArray<int32_t> tokens, targets;  // (N)
     DeviceArray<float> rotary_memory;
     RotaryTable rotary;
-    int64_t rotary_T = 0;         // the length that the rotary table is made for; 0: none yet
-    OpTimes* op_times = nullptr;  // if not nullptr, each op's time is added there
-    AttentionSkipping skipping;   // of all attention calls, forward and backward, added up
+    int64_t rotary_T = 0;                     // the length that the rotary table is made for; 0: none yet
+    OpTimes* op_times = nullptr;              // if not nullptr, each op's time is added there, and every op waited for
+    DeviceArray<AttentionSkipping> skipping;  // one: of all attention calls since evaluate_batch began, added up
+    TrainingGraph training;
 };
+
+// The tiles of attention since the last evaluate_batch began.
+AttentionSkipping attention_skipping(const Activations& acts);
 
 struct ActivationSizes {
     int64_t activation_floats = 0, workspace_floats = 0, table_floats = 0;
@@ -145,6 +157,11 @@ BatchResult evaluate_batch(const Model& model, Activations& acts, std::span<cons
 double train_batch(const Model& model, Activations& acts, DeviceArray<float>& gradients,
                    std::span<const int32_t> tokens, std::span<const int32_t> targets, int64_t B, int64_t T,
                    double loss_scale);
+// The same in two parts: the first only tells the device what to do, the second waits for it and returns the loss.
+void start_train_batch(const Model& model, Activations& acts, DeviceArray<float>& gradients,
+                       std::span<const int32_t> tokens, std::span<const int32_t> targets, int64_t B, int64_t T,
+                       double loss_scale);
+double finish_train_batch(const Activations& acts, int64_t B, int64_t T);
 
 // The keys and values of one sequence that grows, so that a new token costs one row of the model. The total length is
 // fixed ahead, because rotary tables depend on it: those of pi, ntk and yarn stretch with it.

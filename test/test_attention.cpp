@@ -129,13 +129,20 @@ Outputs run(const Inputs& in, bool with_stats = true, AttentionSkipping* skippin
 
     const FloatBuffer out(B * T * H * D), lse(B * H * T), entropy(B * H * T), mean_lag(B * H * T);
     const FloatBuffer workspace(attention_workspace_floats(B, T, H, D));
+    const DeviceArray<AttentionSkipping> counts(1);
+    AttentionSkipping* device_skipping = skipping != nullptr ? counts.data : nullptr;
     const AttentionRowStats stats = {entropy.data(), mean_lag.data()};
     attention_forward(out.data(), lse.data(), with_stats ? &stats : nullptr, qkv.data(), table, lag_bias,
-                      workspace.data(), B, T, H, D, skipping);
+                      workspace.data(), B, T, H, D, device_skipping);
     const FloatBuffer dqkv(B * T * 3 * H * D), dlag_bias(in.bias.empty() ? 0 : H * T);
     const FloatBuffer other_workspace(attention_workspace_floats(B, T, H, D));
     attention_backward(dqkv.data(), lag_bias != nullptr ? dlag_bias.data() : nullptr, dout.data(), qkv.data(),
-                       out.data(), lse.data(), table, lag_bias, other_workspace.data(), B, T, H, D, skipping);
+                       out.data(), lse.data(), table, lag_bias, other_workspace.data(), B, T, H, D, device_skipping);
+    if (skipping != nullptr) {
+        const AttentionSkipping found = read_device(counts)[0];
+        skipping->tiles += found.tiles;
+        skipping->skipped += found.skipped;
+    }
     workspace.read();
     other_workspace.read();
     EXPECT_TRUE(same_bits(qkv.read(), in.qkv));

@@ -39,6 +39,8 @@ TEST(Bench, ListsEveryOpAndEveryMethod) {
             EXPECT_TRUE(lists(fmt::format(fmt::runtime(rest), method.name))) << method.name << rest;
     }
     EXPECT_EQ(lines_of(run_program("bench", {"--list", "--filter", "^adamw"}).out).size(), 1u);
+    EXPECT_EQ(run_program("bench", {"--list", "--large", "--filter", "^train/full/T8192"}).out,
+              "train/full/T8192/B1/L12/C768\n");
 }
 
 TEST(Bench, MeasuresAndWritesJson) {
@@ -101,6 +103,18 @@ TEST(Bench, BadUsage) {
     test::expect_error(run_program("bench", {"--filter", "^adamw", "--json", folder.path / "no" / "x.json"}), "bench",
                        kExitUsage, {"--json", "no folder"});
     test::expect_error(run_program("bench", {"--inputs", file}), "bench", kExitFailed, {file});
+}
+
+// scripts/gpu_check where there is no GPU: one line, at once, and nothing is made.
+TEST(GpuCheck, NeedsAGpu) {
+    if (std::system("nvidia-smi -L >/dev/null 2>&1") == 0 || std::filesystem::exists("/dev/nvidia0"))
+        GTEST_SKIP() << "this machine has a GPU";
+    const test::TemporaryFolder folder;
+    const std::string err = folder.path / "err", out = folder.path / "out";
+    const std::string command = fmt::format("OUT={} scripts/gpu_check 2>{}", out, err);
+    EXPECT_EQ(WEXITSTATUS(std::system(command.c_str())), 1);
+    EXPECT_EQ(read_file(err), "gpu_check: error: no GPU: nvidia-smi -L lists none, and there is no /dev/nvidia0\n");
+    EXPECT_FALSE(std::filesystem::exists(out));
 }
 
 }  // namespace

@@ -48,6 +48,50 @@ TEST(Recompute, SameBitsInLessMemory) {
               activation_sizes(model.shape, 1, 4096, Mode::training, false).activation_floats / 2);
 }
 
+// Training steps in which a graph is replayed, where the backend has graphs, and with the ops called one by one.
+TEST(TrainingGraph, SameBitsAsOps) {
+    const int64_t B = 2, T = 25;
+    for (const char* method : {"pj_rotary", "full", "rope_yarn_affine"})
+        for (const Mode mode : {Mode::training, Mode::recomputing}) {
+            if (mode == Mode::recomputing && std::string(method) != "full") continue;
+            SCOPED_TRACE(method);
+            Step results[2];
+            for (int graphs = 0; graphs < 2; graphs++) {
+                const Model model = make_small_model(method, kTiny);
+                Activations acts = make_activations(model.shape, B, T, mode, false);
+                OpTimes times;
+                if (graphs == 0) acts.op_times = &times;
+                const int64_t n = model.parameters.size;
+                DeviceArray<float> gradients(n), m(n), v(n);
+                const DeviceArray<double> norm(1);
+                TorchGenerator generator = make_generator(4);
+                for (int64_t step = 1; step <= 20; step++) {
+                    device_zero(gradients.data, gradients.bytes());
+                    for (int pass = 0; pass < 2; pass++) {
+                        const std::vector<int32_t> tokens = test::random_tokens(generator, B * T, model.shape.vocab);
+                        const std::vector<int32_t> targets = test::random_tokens(generator, B * T, model.shape.vocab);
+                        const double loss = train_batch(model, acts, gradients, tokens, targets, B, T, 0.5);
+                        results[graphs].loss.push_back(static_cast<float>(loss));
+                    }
+                    euclidean_norm(norm.data, gradients.data, n);
+                    adamw(model.parameters.data, m.data, v.data, gradients.data, model.takes_part.data,
+                          {0.01 / static_cast<double>(step), 0.9, 0.999, 1e-8, 1e-4, 1, norm.data, 0.5}, step, n);
+                    // Another length and scale in between, which has its own graph.
+                    if (step % 7 == 0) {
+                        const std::vector<int32_t> tokens = test::random_tokens(generator, 40, model.shape.vocab);
+                        train_batch(model, acts, gradients, tokens, tokens, 2, 20, 0.25);
+                    }
+                }
+                results[graphs].gradients = test::read_device(model.parameters);
+                if (graphs == 1 && std::string(backend_name()) != "cpu") {
+                    EXPECT_NE(acts.training.graph.captured, nullptr);
+                }
+            }
+            EXPECT_TRUE(test::same_bits(results[0].loss, results[1].loss));
+            EXPECT_TRUE(test::same_bits(results[0].gradients, results[1].gradients));
+        }
+}
+
 // More rows than a chunk of the forward pass, of the head, and of the backward pass hold, and not a multiple of any.
 TEST(Chunks, MatchTheReference) {
     const int64_t B = 11, T = 777;

@@ -398,6 +398,68 @@ TEST(AdamW, FollowsPyTorchsFormula) {
     }
 }
 
+TEST(Graphs, DoWhatTheirOpsDo) {
+    const bool cpu = std::string(backend_name()) == "cpu";
+    const FloatBuffer a(Floats{1, 2, 3}), sum(Floats(3, 0.0f));
+    int calls = 0;
+    const auto ops = [&] {
+        calls++;
+        residual_forward(sum.data(), sum.data(), a.data(), 3);
+    };
+    Graph graph;
+    for (int i = 0; i < 5; i++) run_graph(graph, ops);
+    EXPECT_EQ(sum.read(), (Floats{5, 10, 15}));
+    EXPECT_EQ(calls, cpu ? 5 : 2);
+
+    // A capture that fails leaves no graph, and the ops as they were.
+    Graph failing;
+    run_graph(failing, ops);
+    EXPECT_THROW(run_graph(failing, [] { throw std::runtime_error("no"); }), std::runtime_error);
+    run_graph(failing, ops);
+    EXPECT_EQ(sum.read(), (Floats{7, 14, 21}));
+    Graph waiting;
+    run_graph(waiting, device_wait);
+    if (!cpu) {
+        EXPECT_THROW(run_graph(waiting, device_wait), std::runtime_error);
+    }
+    run_graph(graph, ops);
+    EXPECT_EQ(sum.read(), (Floats{8, 16, 24}));
+}
+
+// A norm on the device means what the host would make of it.
+TEST(AdamW, ShrinksToALargestNorm) {
+    TorchGenerator generator = make_generator(9);
+    const int64_t n = 20000;
+    const Floats gradients = normals(generator, n), initial = normals(generator, n);
+    const FloatBuffer device_gradients(gradients);
+    const Buffer<uint8_t> takes_part(std::vector<uint8_t>(static_cast<size_t>(n), 1));
+    const Buffer<double> norm(1);
+    euclidean_norm(norm.data(), device_gradients.data(), n);
+    const double size = norm.read()[0];
+    EXPECT_EQ(size, std::sqrt(moments(device_gradients.data(), n).sum_of_squares));
+    AdamW settings = {3e-3, 0.9, 0.999, 1e-8, 0.1, 1};
+    const auto step = [&](double scale, const double* device_norm, double max_norm) {
+        settings.grad_scale = scale;
+        settings.norm = device_norm;
+        settings.max_norm = max_norm;
+        const FloatBuffer parameters(initial), m(Floats(initial.size(), 0.0f)), v(Floats(initial.size(), 0.0f));
+        adamw(parameters.data(), m.data(), v.data(), device_gradients.data(), takes_part.data(), settings, 1, n);
+        Floats all = parameters.read();
+        for (const FloatBuffer* buffer : {&m, &v}) {
+            const Floats values = buffer->read();
+            all.insert(all.end(), values.begin(), values.end());
+        }
+        return all;
+    };
+    EXPECT_TRUE(same_bits(step(1, norm.data(), 0.7), step(0.7 / size, nullptr, 0)));
+    for (double max_norm : {0.0, size, 2 * size})
+        EXPECT_TRUE(same_bits(step(1, norm.data(), max_norm), step(1, nullptr, 0)));
+    Floats unchanged = initial;
+    unchanged.resize(3 * initial.size(), 0.0f);
+    for (double bad : {std::numeric_limits<double>::quiet_NaN(), std::numeric_limits<double>::infinity()})
+        EXPECT_TRUE(same_bits(step(1, Buffer<double>(std::vector<double>{bad}).data(), 0.7), unchanged));
+}
+
 TEST(Moments, AgainstSumsInDouble) {
     TorchGenerator generator = make_generator(9);
     for (const int64_t n : {0, 1, 5, 16384, 16385, 100001}) {

@@ -143,6 +143,7 @@ int train(const Config& config, const std::vector<Setting>& settings, const std:
     Activations acts = make_activations(model.shape, B, T, training_mode(config), false);
     Activations eval_acts = make_activations(model.shape, B, T, Mode::inference, false);
     DeviceArray<float> gradients(model.parameters.size);
+    const DeviceArray<double> norm(1);  // of the gradients
 
     make_folder(folder);
     const FolderLock lock = lock_folder(folder, false);
@@ -202,6 +203,13 @@ int train(const Config& config, const std::vector<Setting>& settings, const std:
              tensor.empty() ? "none (the sum overflowed)" : tensor, last_good(folder));
     };
 
+    // The loss of the pass that was started last.
+    const auto add_loss = [&](LogRow& row) {
+        const double loss = finish_train_batch(acts, B, T);
+        if (!std::isfinite(loss)) diverged(row.step, fmt::format("the loss is {}", std::fabs(loss)), acts, nullptr);
+        row.loss += loss / static_cast<double>(t.accumulate);
+    };
+
     while (state.step < t.steps && caught_signal == 0) {
         const auto start = std::chrono::steady_clock::now();
         const int64_t step = state.step + 1;
@@ -214,20 +222,21 @@ int train(const Config& config, const std::vector<Setting>& settings, const std:
         for (int64_t pass = 0; pass < t.accumulate; pass++) {
             const Batch batch = make_batch(
                 parts.train, std::span(starts).subspan(static_cast<size_t>(pass * B), static_cast<size_t>(B)), T);
-            const double loss = train_batch(model, acts, gradients, batch.tokens, batch.targets, B, T,
-                                            1 / static_cast<double>(t.accumulate));
-            if (!std::isfinite(loss)) diverged(step, fmt::format("the loss is {}", std::fabs(loss)), acts, nullptr);
-            row.loss += loss / static_cast<double>(t.accumulate);
+            start_train_batch(model, acts, gradients, batch.tokens, batch.targets, B, T,
+                              1 / static_cast<double>(t.accumulate));
+            if (pass + 1 < t.accumulate) add_loss(row);
         }
-        row.grad_norm = std::sqrt(moments(gradients.data, gradients.size).sum_of_squares);
+        // Nothing is waited for before the update, which does nothing if the gradients are not finite.
+        row.lr = learning_rate(t, step);
+        euclidean_norm(norm.data, gradients.data, gradients.size);
+        adamw(model.parameters.data, state.m.data, state.v.data, gradients.data, model.takes_part.data,
+              {row.lr, t.beta1, t.beta2, t.eps, t.weight_decay, 1, norm.data, t.grad_clip}, step,
+              model.parameters.size);
+        add_loss(row);
+        copy_to_host(&row.grad_norm, norm.data, sizeof(row.grad_norm));
         if (!std::isfinite(row.grad_norm))
             diverged(step, fmt::format("the gradient norm is {}", std::fabs(row.grad_norm)), acts, &gradients);
-        row.lr = learning_rate(t, step);
-        const double clip = t.grad_clip > 0 && row.grad_norm > t.grad_clip ? t.grad_clip / row.grad_norm : 1;
-        adamw(model.parameters.data, state.m.data, state.v.data, gradients.data, model.takes_part.data,
-              {row.lr, t.beta1, t.beta2, t.eps, t.weight_decay, clip}, step, model.parameters.size);
         state.step = step;
-        device_wait();
         const double elapsed = seconds_since(start);
         seconds += elapsed;
         window_seconds += elapsed;

@@ -87,6 +87,11 @@ void copy_to_host(void* host, const void* device, size_t bytes) {
 
 void device_wait() {}
 
+void run_graph(Graph& graph, const std::function<void()>& ops) {
+    graph.runs++;
+    ops();
+}
+
 const char* backend_name() {
     return "cpu";
 }

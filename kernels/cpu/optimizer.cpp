@@ -32,6 +32,10 @@ Moments moments(const float* x, int64_t n) {
     return total;
 }
 
+void euclidean_norm(double* norm, const float* x, int64_t n) {
+    *norm = std::sqrt(moments(x, n).sum_of_squares);
+}
+
 int64_t first_nonfinite(const float* x, int64_t n) {
     for (int64_t i = 0; i < n; i++)
         if (!std::isfinite(x[i])) return i;
@@ -41,6 +45,12 @@ int64_t first_nonfinite(const float* x, int64_t n) {
 // PyTorch's order of operations: decay first, then m and v, then p -= (lr / bias1) m / (sqrt(v) / sqrt(bias2) + eps).
 void adamw(float* parameters, float* m, float* v, const float* gradients, const uint8_t* takes_part,
            const AdamW& settings, int64_t step, int64_t n) {
+    double grad_scale = settings.grad_scale;
+    if (settings.norm != nullptr) {
+        if (!std::isfinite(*settings.norm)) return;
+        if (settings.max_norm > 0 && *settings.norm > settings.max_norm)
+            grad_scale *= settings.max_norm / *settings.norm;
+    }
     const double bias1 = 1 - std::pow(settings.beta1, static_cast<double>(step));
     const double bias2 = 1 - std::pow(settings.beta2, static_cast<double>(step));
     // Each constant is computed in double and rounded once, as PyTorch does with its Python scalars.
@@ -49,7 +59,7 @@ void adamw(float* parameters, float* m, float* v, const float* gradients, const 
     const float keep = static_cast<float>(1 - settings.lr * settings.weight_decay);
     const float beta1 = static_cast<float>(settings.beta1), rest1 = static_cast<float>(1 - settings.beta1);
     const float beta2 = static_cast<float>(settings.beta2), rest2 = static_cast<float>(1 - settings.beta2);
-    const float eps = static_cast<float>(settings.eps), scale = static_cast<float>(settings.grad_scale);
+    const float eps = static_cast<float>(settings.eps), scale = static_cast<float>(grad_scale);
 #pragma omp parallel for schedule(static) num_threads(threads_for(static_cast <double>(4 * n)))
     for (int64_t i = 0; i < n; i++) {
         if (!takes_part[i]) continue;

@@ -9,14 +9,21 @@
 namespace jetlag {
 
 struct AdamWConstants {
-    float step_size, sqrt_bias2, keep, beta1, rest1, beta2, rest2, eps, scale;
+    float step_size, sqrt_bias2, keep, beta1, rest1, beta2, rest2, eps;
+    double scale, max_norm;
 };
 
-__global__ void __launch_bounds__(kThreads) adamw_kernel(float* parameters, float* m, float* v, const float* gradients,
-                                                         const uint8_t* takes_part, AdamWConstants k, int64_t n) {
+__global__ void __launch_bounds__(kThreads)
+    adamw_kernel(float* parameters, float* m, float* v, const float* gradients, const uint8_t* takes_part,
+                 AdamWConstants k, const double* norm, int64_t n) {
     const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
     if (i >= n || !takes_part[i]) return;
-    const float g = k.scale * gradients[i];
+    double scale = k.scale;
+    if (norm != nullptr) {
+        if (!isfinite(*norm)) return;
+        if (k.max_norm > 0 && *norm > k.max_norm) scale *= k.max_norm / *norm;
+    }
+    const float g = static_cast<float>(scale) * gradients[i];
     const float m_i = k.beta1 * m[i] + k.rest1 * g;
     const float v_i = k.beta2 * v[i] + k.rest2 * g * g;
     m[i] = m_i;
@@ -37,10 +44,11 @@ void adamw(float* parameters, float* m, float* v, const float* gradients, const 
         .beta2 = static_cast<float>(settings.beta2),
         .rest2 = static_cast<float>(1 - settings.beta2),
         .eps = static_cast<float>(settings.eps),
-        .scale = static_cast<float>(settings.grad_scale),
+        .scale = settings.grad_scale,
+        .max_norm = settings.max_norm,
     };
     launch(adamw_kernel, blocks_for(n, kThreads), kThreads, 0, device_stream(), parameters, m, v, gradients, takes_part,
-           constants, n);
+           constants, settings.norm, n);
 }
 
 }  // namespace jetlag

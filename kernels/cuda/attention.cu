@@ -1102,20 +1102,21 @@ void pack(const Call& call, const real* dout, const real* out, const float* lse,
     launch(attention_bounds_kernel, static_cast<unsigned>(call.heads), kScanThreads, 0, stream, call, dout != nullptr);
 }
 
-// Adds the call's tiles, of one warp's rows each, to the counts. Waits for the kernels.
+__global__ void attention_count_kernel(AttentionSkipping* skipping, Call call, int64_t tiles) {
+    skipping->tiles += tiles;
+    if (call.skips) skipping->skipped += tiles - *call.tiles_done;
+}
+
+// Adds the call's tiles, of one warp's rows each, to the counts.
 template <typename Tile>
-void count(AttentionSkipping& skipping, const Call& call, bool backward) {
+void count(AttentionSkipping* skipping, const Call& call, bool backward) {
     const int64_t R = Tile::kWarpRows, N = Tile::kN;
     int64_t tiles = 0;
     for (int64_t first = 0; first < call.T; first += R) {
         tiles += blocks_of(std::min<int64_t>(first + R, call.T), N);
         if (backward) tiles += blocks_of(call.T, N) - first / N;
     }
-    tiles *= call.heads;
-    unsigned done = 0;
-    if (call.skips) copy_to_host(&done, call.tiles_done, sizeof done);
-    skipping.tiles += tiles;
-    if (call.skips) skipping.skipped += tiles - done;
+    launch(attention_count_kernel, 1, 1, 0, device_stream(), skipping, call, tiles * call.heads);
 }
 
 }  // namespace
@@ -1150,7 +1151,7 @@ void attention_forward(float* out, float* lse, const AttentionRowStats* stats, c
         else
             launch(attention_forward_kernel<Dim, false>, grid, Tile::kThreads, kBytes, device_stream(), call, out, lse,
                    entropy, mean_lag);
-        if (skipping != nullptr) count<Tile>(*skipping, call, false);
+        if (skipping != nullptr) count<Tile>(skipping, call, false);
     });
 }
 
@@ -1175,7 +1176,7 @@ void attention_backward(float* dqkv, float* dlag_bias, const float* dout, const 
         if (dlag_bias != nullptr)
             launch(attention_dlag_kernel, dim3(static_cast<unsigned>(blocks_of(T, kReduceLags)), call.H),
                    kReduceLags * kReduceParts, 0, device_stream(), dlag_bias, call, Tile::kM);
-        if (skipping != nullptr) count<Tile>(*skipping, call, true);
+        if (skipping != nullptr) count<Tile>(skipping, call, true);
     });
 }
 

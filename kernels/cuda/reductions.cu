@@ -74,7 +74,8 @@ __global__ void __launch_bounds__(kThreads) moments_kernel(Moments* partial, con
     if (threadIdx.x == 0) partial[blockIdx.x] = total;
 }
 
-__global__ void __launch_bounds__(kThreads) total_moments_kernel(Moments* total, const Moments* partial, int64_t n) {
+__global__ void __launch_bounds__(kThreads)
+    total_moments_kernel(Moments* total, double* norm, const Moments* partial, int64_t n) {
     double sum = 0, squares = 0;
     float largest = 0;
     for (int64_t i = threadIdx.x; i < n; i += kThreads) {
@@ -83,16 +84,31 @@ __global__ void __launch_bounds__(kThreads) total_moments_kernel(Moments* total,
         largest = fmaxf(largest, static_cast<float>(partial[i].largest));
     }
     const Moments all = block_moments(sum, squares, largest);
-    if (threadIdx.x == 0) *total = all;
+    if (threadIdx.x > 0) return;
+    if (total != nullptr) *total = all;
+    if (norm != nullptr) *norm = sqrt(all.sum_of_squares);
+}
+
+// Moments of the whole into total, and their norm, each unless it is nullptr.
+static void launch_moments(Moments* total, double* norm, Moments* partial, const float* x, int64_t n) {
+    const unsigned blocks = blocks_for(n, kReduceChunk);
+    launch(moments_kernel, blocks, kThreads, 0, device_stream(), partial, x, n);
+    launch(total_moments_kernel, 1, kThreads, 0, device_stream(), total, norm, partial, blocks);
+}
+
+static Moments* moments_scratch(int64_t n) {
+    return static_cast<Moments*>(device_scratch((blocks_for(n, kReduceChunk) + 1) * sizeof(Moments)));
+}
+
+void euclidean_norm(double* norm, const float* x, int64_t n) {
+    launch_moments(nullptr, norm, moments_scratch(n), x, n);
 }
 
 Moments moments(const float* x, int64_t n) {
     Moments result;
     if (n == 0) return result;
-    const unsigned blocks = blocks_for(n, kReduceChunk);
-    Moments* total = static_cast<Moments*>(device_scratch((blocks + 1) * sizeof(Moments)));
-    launch(moments_kernel, blocks, kThreads, 0, device_stream(), total + 1, x, n);
-    launch(total_moments_kernel, 1, kThreads, 0, device_stream(), total, total + 1, blocks);
+    Moments* total = moments_scratch(n);
+    launch_moments(total, nullptr, total + 1, x, n);
     copy_to_host(&result, total, sizeof(result));
     return result;
 }

@@ -64,6 +64,33 @@ void device_wait() {
     check_cuda(cudaStreamSynchronize(device_stream()), "the device's work");
 }
 
+// The graph of what `ops` launches. Nothing of it is done yet.
+static std::shared_ptr<void> capture(const std::function<void()>& ops) {
+    check_cuda(cudaStreamBeginCapture(device_stream(), cudaStreamCaptureModeThreadLocal), "capture of a graph");
+    cudaGraph_t graph = nullptr;
+    try {
+        ops();
+    } catch (...) {
+        cudaStreamEndCapture(device_stream(), &graph);
+        if (graph != nullptr) cudaGraphDestroy(graph);
+        cudaGetLastError();  // or a later launch would report it
+        throw;
+    }
+    check_cuda(cudaStreamEndCapture(device_stream(), &graph), "capture of a graph");
+    cudaGraphExec_t runnable = nullptr;
+    const cudaError_t error = cudaGraphInstantiate(&runnable, graph, 0);
+    cudaGraphDestroy(graph);
+    check_cuda(error, "capture of a graph");
+    return {runnable, [](void* made) { cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(made)); }};
+}
+
+void run_graph(Graph& graph, const std::function<void()>& ops) {
+    if (graph.runs++ == 0) return ops();
+    if (graph.captured == nullptr) graph.captured = capture(ops);
+    check_cuda(cudaGraphLaunch(static_cast<cudaGraphExec_t>(graph.captured.get()), device_stream()),
+               "launch of a graph");
+}
+
 // Grows in steps of twice the size. What was given out before is kept: kernels that were captured in a graph hold its
 // address.
 void* device_scratch(size_t bytes) {
