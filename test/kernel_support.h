@@ -24,6 +24,8 @@ using Doubles = std::vector<double>;
 inline constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 inline constexpr float kInfinity = std::numeric_limits<float>::infinity();
 inline constexpr double kRounding = 0x1p-24;  // the largest relative error of one float rounding
+// What the rounding of a result to `real` adds to its relative error, where that is more than a float's.
+inline constexpr double kRealRounding = kHalfPrecision ? 0x1p-8 : 0;
 
 // Device memory of n values of T. What is not given is NaN at first, so that a value that an op forgets to write, or
 // reads before it is written, shows. Behind the values lies a guard that read() finds unchanged.
@@ -54,11 +56,44 @@ struct Buffer {
 using FloatBuffer = Buffer<float>;
 using TokenBuffer = Buffer<int32_t>;
 
-// n normal values.
+// The nearest value that `real` holds.
+inline float rounded(float x) {
+    return to_float(to_real(x));
+}
+inline Floats rounded(Floats values) {
+    for (float& value : values) value = rounded(value);
+    return values;
+}
+
+// Activations: `real` on the device, floats here.
+#ifdef JETLAG_BF16
+struct RealBuffer {
+    Buffer<uint16_t> bits;
+
+    explicit RealBuffer(const Floats& values) : bits(bits_of(values)) {}
+    explicit RealBuffer(int64_t n) : RealBuffer(Floats(static_cast<size_t>(n), kNan)) {}
+
+    static std::vector<uint16_t> bits_of(const Floats& values) {
+        std::vector<uint16_t> bits;
+        for (const float value : values) bits.push_back(to_real(value).bits);
+        return bits;
+    }
+    real* data() const { return reinterpret_cast<real*>(bits.data()); }
+    Floats read() const {
+        Floats values;
+        for (const uint16_t value : bits.read()) values.push_back(to_float(real{value}));
+        return values;
+    }
+};
+#else
+using RealBuffer = FloatBuffer;
+#endif
+
+// n normal values, rounded to `real`.
 inline Floats normals(TorchGenerator& generator, int64_t n, float deviation = 1, float mean = 0) {
     Floats values(static_cast<size_t>(n));
     fill_normal(generator, values);
-    for (float& value : values) value = mean + deviation * value;
+    for (float& value : values) value = rounded(mean + deviation * value);
     return values;
 }
 

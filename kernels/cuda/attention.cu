@@ -1127,7 +1127,7 @@ int64_t attention_workspace_floats(int64_t B, int64_t T, int64_t H, int64_t D, b
     return std::max(forward.used, backward.used);
 }
 
-void attention_forward(float* out, float* lse, const AttentionRowStats* stats, const float* qkv,
+void attention_forward(real* out, float* lse, const AttentionRowStats* stats, const real* qkv,
                        const RotaryTable& rotary, const float* lag_bias, float* workspace, int64_t B, int64_t T,
                        int64_t H, int64_t D, AttentionSkipping* skipping) {
     Workspace space = {workspace};
@@ -1154,7 +1154,7 @@ void attention_forward(float* out, float* lse, const AttentionRowStats* stats, c
     });
 }
 
-void attention_backward(float* dqkv, float* dlag_bias, const float* dout, const float* qkv, const float* out,
+void attention_backward(real* dqkv, float* dlag_bias, const real* dout, const real* qkv, const real* out,
                         const float* lse, const RotaryTable& rotary, const float* lag_bias, float* workspace, int64_t B,
                         int64_t T, int64_t H, int64_t D, AttentionSkipping* skipping) {
     Workspace space = {workspace};
