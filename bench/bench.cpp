@@ -95,20 +95,19 @@ Row measure(const Case& c, int64_t repeat) {
     row.peak = measure_peak_flops();
     const bool has_memory = reset_peak_memory();
     const Work work = c.make();
-    double start = now(), once;
-    work.run();
-    once = now() - start;
-    if (once < 1) {  // the first run of a short row is no measure
-        start = now();
-        work.run();
-        once = now() - start;
-    }
+    const auto seconds_of = [&work](int64_t runs) {
+        device_wait();
+        const double start = now();
+        for (int64_t i = 0; i < runs; i++) work.run();
+        device_wait();
+        return now() - start;
+    };
+    double once = seconds_of(1);
+    if (once < 1) once = seconds_of(1);  // the first run of a short row is no measure
     const int64_t runs = std::max<int64_t>(1, static_cast<int64_t>(std::ceil(kSampleSeconds / once)));
     const double begin = now();
     while (std::ssize(row.seconds) < repeat && (std::ssize(row.seconds) < 3 || now() - begin < kLongRowSeconds)) {
-        const double sample = now();
-        for (int64_t i = 0; i < runs; i++) work.run();
-        row.seconds.push_back((now() - sample) / static_cast<double>(runs));
+        row.seconds.push_back(seconds_of(runs) / static_cast<double>(runs));
     }
     row.peak = std::max(row.peak, measure_peak_flops());
     std::sort(row.seconds.begin(), row.seconds.end());
@@ -338,8 +337,9 @@ std::shared_ptr<Tables> make_tables(const std::string& method, int64_t T, int64_
     tables->parameters = DeviceArray<float>(std::max<int64_t>(1, bias_parameter_count(spec)));
     for (const ParameterInfo& info : subject.model.layout)
         if (info.name.starts_with(fmt::format("blocks.0.attn.{}.", spec.module->state_name))) {
-            copy_to_device(tables->parameters.data, subject.model.parameters.data + info.offset,
-                           static_cast<size_t>(bias_parameter_count(spec)) * sizeof(float));
+            std::vector<float> values(static_cast<size_t>(bias_parameter_count(spec)));
+            copy_to_host(values.data(), subject.model.parameters.data + info.offset, values.size() * sizeof(float));
+            copy_to_device(tables->parameters.data, values.data(), values.size() * sizeof(float));
             break;
         }
     tables->lag_bias = DeviceArray<float>(spec.heads * T);

@@ -99,6 +99,7 @@ static Evaluation evaluate_at(const Checkpoint& checkpoint, std::span<const uint
     e.loss_at.assign(static_cast<size_t>(T), 0.0);
     e.count_at.assign(static_cast<size_t>(T), 0);
 
+    device_wait();
     const auto start_time = std::chrono::steady_clock::now();
     double entropy = 0, support = 0, lag = 0;
     for (int64_t first = 0; first < total; first += protocol.batch) {

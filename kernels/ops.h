@@ -29,7 +29,8 @@ void* device_alloc(size_t bytes);  // zeroed, aligned for any vector; throws std
 void device_free(void* memory);
 void device_zero(void* memory, size_t bytes);
 void copy_to_device(void* device, const void* host, size_t bytes);
-void copy_to_host(void* host, const void* device, size_t bytes);
+void copy_to_host(void* host, const void* device, size_t bytes);  // waits for the ops that come before
+void device_wait();  // until all ops are done that were called; those of a CPU are done when they return
 
 // Owned device memory. Empty arrays have data == nullptr.
 template <typename T>

@@ -408,6 +408,7 @@ static void update_rotary(const ModelShape& s, Activations& acts, int64_t T) {
 
 void lap(OpTimes* times, const char* op) {
     if (times == nullptr) return;
+    device_wait();
     const auto now = std::chrono::steady_clock::now();
     const double elapsed = std::chrono::duration<double>(now - times->last).count();
     times->last = now;

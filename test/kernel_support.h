@@ -6,6 +6,7 @@
 #include <hwy/targets.h>
 
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <limits>
@@ -26,6 +27,26 @@ inline constexpr float kInfinity = std::numeric_limits<float>::infinity();
 inline constexpr double kRounding = 0x1p-24;  // the largest relative error of one float rounding
 // What the rounding of a result to `real` adds to its relative error, where that is more than a float's.
 inline constexpr double kRealRounding = kHalfPrecision ? 0x1p-8 : 0;
+
+// The values in device memory, which the host cannot read itself.
+template <typename T>
+std::vector<T> read_device(const T* device, int64_t n) {
+    std::vector<T> values(static_cast<size_t>(n));
+    copy_to_host(values.data(), device, values.size() * sizeof(T));
+    return values;
+}
+template <typename T>
+std::vector<T> read_device(const DeviceArray<T>& array) {
+    return read_device(array.data, array.size);
+}
+
+// Changes the first n values in device memory.
+template <typename T>
+void change_device(T* device, int64_t n, const std::function<void(std::vector<T>&)>& change) {
+    std::vector<T> values = read_device(device, n);
+    change(values);
+    copy_to_device(device, values.data(), static_cast<size_t>(n) * sizeof(T));
+}
 
 // Device memory of n values of T. What is not given is NaN at first, so that a value that an op forgets to write, or
 // reads before it is written, shows. Behind the values lies a guard that read() finds unchanged.
@@ -156,12 +177,21 @@ struct ThreadCount {
     ThreadCount(const ThreadCount&) = delete;
 };
 
+// The emulator's seed until the end of the scope; other backends do not look at it.
+struct EmulatorSeed {
+    explicit EmulatorSeed(int seed) { setenv("JETLAG_EMU_SEED", std::to_string(seed).c_str(), 1); }
+    ~EmulatorSeed() { unsetenv("JETLAG_EMU_SEED"); }
+    EmulatorSeed(const EmulatorSeed&) = delete;
+};
+
 // Runs `op` with 1 to 4 threads; what it returns must be the same bit for bit.
 inline void expect_same_for_every_thread_count(const std::function<std::vector<Floats>()>& op) {
     const ThreadCount one(1);
     const std::vector<Floats> want = op();
     for (int threads = 2; threads <= 4; threads++) {
         set_thread_count(threads);
+        // In the emulator the threads of a block also run in another order each time.
+        const EmulatorSeed seed(threads);
         EXPECT_EQ(thread_count(), threads);
         const std::vector<Floats> found = op();
         ASSERT_EQ(found.size(), want.size());
@@ -179,6 +209,13 @@ inline Model make_small_model(const std::string& method, const std::vector<std::
     TorchGenerator generator = make_generator(3);
     initialize_model(model, generator);
     return model;
+}
+
+// Changes the parameters whose names contain `part`.
+inline void change_parameters(Model& model, const std::string& part, const std::function<void(Floats&)>& change) {
+    for (const ParameterInfo& info : model.layout)
+        if (info.name.find(part) != std::string::npos)
+            change_device<float>(model.parameters.data + info.offset, info.size, change);
 }
 
 }  // namespace jetlag::test

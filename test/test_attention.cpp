@@ -244,6 +244,8 @@ TEST(Attention, RaggedLengths) {
 TEST(Attention, ManyHeads) {
     expect_matches_reference({.B = 173, .T = 3, .H = 3, .D = 5, .bias = Bias::random});
     expect_matches_reference({.B = 43, .T = 401, .H = 2, .D = 4, .bias = Bias::random});
+    expect_matches_reference({.B = 60, .T = 260, .H = 3, .D = 4, .bias = Bias::random});
+    expect_matches_reference({.B = 260, .T = 140, .H = 2, .D = 4, .bias = Bias::slope});
 }
 
 TEST(Attention, MaskedLags) {

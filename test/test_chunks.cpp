@@ -26,7 +26,7 @@ Step train_once(const Model& model, Mode mode, int64_t B, int64_t T) {
     DeviceArray<float> gradients(model.parameters.size);
     Step step;
     step.loss = {static_cast<float>(train_batch(model, acts, gradients, tokens, targets, B, T, 1.0))};
-    step.gradients.assign(gradients.data, gradients.data + gradients.size);
+    step.gradients = test::read_device(gradients);
     return step;
 }
 
@@ -63,8 +63,8 @@ TEST(Chunks, MatchTheReference) {
         settings = reference::with_method(settings, method);
         reference::Tensors parameters;
         for (const ParameterInfo& info : model.layout) {
-            const float* values = model.parameters.data + info.offset;
-            parameters[info.name].assign(values, values + info.size);
+            const Floats values = test::read_device(model.parameters.data + info.offset, info.size);
+            parameters[info.name].assign(values.begin(), values.end());
         }
         TorchGenerator generator = make_generator(4);
         const std::vector<int32_t> tokens = test::random_tokens(generator, B * T, model.shape.vocab);

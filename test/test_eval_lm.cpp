@@ -14,6 +14,7 @@
 #include "models/windows.h"
 #include "src/error.h"
 #include "src/files.h"
+#include "test/kernel_support.h"
 #include "test/support.h"
 
 namespace jetlag {
@@ -22,6 +23,7 @@ namespace {
 namespace fs = std::filesystem;
 using nlohmann::json;
 using test::expect_error;
+using test::Floats;
 using test::lines_of;
 using test::ProgramResult;
 using test::run_program;
@@ -81,10 +83,9 @@ struct Workshop {
     }
 };
 
-float* parameter(Model& model, const std::string& name) {
-    for (const ParameterInfo& info : model.layout)
-        if (info.name == name) return model.parameters.data + info.offset;
-    throw std::runtime_error("no parameter " + name);
+// Makes the fourth value of a parameter a NaN.
+void spoil(Model& model, const std::string& name) {
+    test::change_parameters(model, name, [](Floats& values) { values[3] = test::kNan; });
 }
 
 // A CSV file as one map per row, from column to cell. No cell of these files has a comma in it.
@@ -252,7 +253,7 @@ TEST(EvalLmErrors, ForeignAndMismatchedCheckpoints) {
     write_safetensors(path, file);
     expect_refused("no tensor head.bias, which a model with position full and 2 layers has");
 
-    w.save("bad.safetensors", {}, [](Model& m) { parameter(m, "blocks.1.norm2.weight")[3] = std::nanf(""); });
+    w.save("bad.safetensors", {}, [](Model& m) { spoil(m, "blocks.1.norm2.weight"); });
     expect_refused(
         "the loss at context 32 is nan: the first tensor with a NaN or infinity is parameter blocks.1.norm2.weight");
 }
@@ -572,8 +573,7 @@ TEST(EvalLm, AResultThatCannotBeWrittenIsAFailure) {
 TEST(EvalLm, EarlierCheckpointsAreNotLostWhenALaterOneFails) {
     Workshop w;
     const fs::path good = w.save("good.safetensors", {});
-    const fs::path bad =
-        w.save("bad.safetensors", {}, [](Model& m) { parameter(m, "norm.weight")[3] = std::nanf(""); });
+    const fs::path bad = w.save("bad.safetensors", {}, [](Model& m) { spoil(m, "norm.weight"); });
     const fs::path csv = w.path("table.csv");
     const ProgramResult result = run_program("eval_lm", {good, bad, "--contexts", "32", "--csv", csv});
     EXPECT_EQ(result.exit_code, kExitFailed);
@@ -585,8 +585,10 @@ TEST(EvalLm, LastTargetsAreTheSameUnderEachLength) {
     Workshop w;
     // Logits that are the head's bias alone: the loss is then a function of the targets alone.
     const fs::path blind = w.save("blind.safetensors", {"model.position=none"}, [](Model& m) {
-        std::fill(m.parameters.data, m.parameters.data + m.parameters.size, 0.0f);
-        for (int v = 0; v < 256; v++) parameter(m, "head.bias")[v] = static_cast<float>(v % 37) * 0.1f;
+        device_zero(m.parameters.data, m.parameters.bytes());
+        test::change_parameters(m, "head.bias", [](Floats& values) {
+            for (size_t v = 0; v < values.size(); v++) values[v] = static_cast<float>(v % 37) * 0.1f;
+        });
     });
     for (const char* windows : {"random", "sequential"}) {
         SCOPED_TRACE(windows);

@@ -10,6 +10,7 @@
 #include "models/windows.h"
 #include "src/files.h"
 #include "src/token_stream.h"
+#include "test/kernel_support.h"
 #include "test/support.h"
 
 namespace jetlag {
@@ -82,11 +83,12 @@ TEST_P(Golden, LossGradientsAndTrajectory) {
 
     const double loss = train_batch(model, acts, gradients, tokens, targets, B, T, 1.0);
     EXPECT_NEAR(loss, std::stod(file.metadata.at("loss64")), kHalfPrecision ? 1e-2 : 2e-6);
+    const std::vector<float> host_gradients = test::read_device(gradients);
     for (const ParameterInfo& info : model.layout) {
         const std::vector<double> want = f64_values(file, "grad64." + info.name);
         double difference = 0, norm = 0;
         for (size_t i = 0; i < want.size(); i++) {
-            const double found = gradients.data[info.offset + static_cast<int64_t>(i)];
+            const double found = host_gradients[static_cast<size_t>(info.offset) + i];
             difference += (found - want[i]) * (found - want[i]);
             norm += want[i] * want[i];
         }
@@ -136,13 +138,14 @@ TEST_P(Golden, LossGradientsAndTrajectory) {
         adamw(model.parameters.data, m.data, v.data, gradients.data, model.takes_part.data, adamw_settings(config),
               static_cast<int64_t>(step) + 1, model.parameters.size);
     }
+    const std::vector<float> parameters = test::read_device(model.parameters);
     for (const ParameterInfo& info : model.layout) {
         const Tensor* final_tensor = find_tensor(file, "final32." + info.name);
         if (final_tensor == nullptr || kHalfPrecision)
             continue;  // signs of small gradients differ, and a step is lr long
         const std::span<const float> want = f32_values(*final_tensor, path);
         for (size_t i = 0; i < want.size(); i++)
-            EXPECT_NEAR(model.parameters.data[info.offset + static_cast<int64_t>(i)], want[i], 2e-4) << info.name;
+            EXPECT_NEAR(parameters[static_cast<size_t>(info.offset) + i], want[i], 2e-4) << info.name;
     }
 }
 
@@ -174,9 +177,9 @@ TEST(Golden, TrainingRunsFromASeed) {
                                            [&tensor = tensor](const ParameterInfo& i) { return i.name == tensor; });
             ASSERT_NE(info, model.layout.end()) << tensor;
             EXPECT_EQ(info->shape, want.at("shape").get<std::vector<int64_t>>()) << tensor;
-            const float* values = model.parameters.data + info->offset;
+            const std::vector<float> values = test::read_device(model.parameters.data + info->offset, info->size);
             double sum = 0;
-            for (int64_t i = 0; i < info->size; i++) sum += values[i];
+            for (float x : values) sum += x;
             EXPECT_NEAR(sum, want.at("sum").get<double>(), 1e-4) << tensor;
             for (size_t i = 0; i < want.at("first").size(); i++)
                 EXPECT_NEAR(values[i], want.at("first")[i].get<double>(), 2e-7) << tensor;

@@ -20,6 +20,7 @@
 #include "models/windows.h"
 #include "src/error.h"
 #include "src/files.h"
+#include "test/kernel_support.h"
 #include "test/support.h"
 #include "train/run_folder.h"
 
@@ -432,9 +433,8 @@ TEST(TrainLmFullDisk, ARealOne) {
 // Loads a checkpoint and counts its parameters that are not finite.
 int64_t nonfinite_parameters(const fs::path& run) {
     const Checkpoint checkpoint = load_checkpoint(run, {});
-    return std::count_if(checkpoint.model.parameters.data,
-                         checkpoint.model.parameters.data + checkpoint.model.parameters.size,
-                         [](float x) { return !std::isfinite(x); });
+    const std::vector<float> values = test::read_device(checkpoint.model.parameters);
+    return std::count_if(values.begin(), values.end(), [](float x) { return !std::isfinite(x); });
 }
 
 TEST(TrainLmDivergence, ALossThatIsNoNumber) {

@@ -227,6 +227,7 @@ int train(const Config& config, const std::vector<Setting>& settings, const std:
         adamw(model.parameters.data, state.m.data, state.v.data, gradients.data, model.takes_part.data,
               {row.lr, t.beta1, t.beta2, t.eps, t.weight_decay, clip}, step, model.parameters.size);
         state.step = step;
+        device_wait();
         const double elapsed = seconds_since(start);
         seconds += elapsed;
         window_seconds += elapsed;

@@ -85,6 +85,8 @@ void copy_to_host(void* host, const void* device, size_t bytes) {
     if (bytes > 0) std::memcpy(host, device, bytes);
 }
 
+void device_wait() {}
+
 const char* backend_name() {
     return "cpu";
 }

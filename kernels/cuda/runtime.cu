@@ -57,6 +57,10 @@ void copy_to_device(void* device, const void* host, size_t bytes) {
 void copy_to_host(void* host, const void* device, size_t bytes) {
     if (bytes == 0) return;
     check_cuda(cudaMemcpyAsync(host, device, bytes, cudaMemcpyDeviceToHost, device_stream()), "copy to the host");
+    device_wait();
+}
+
+void device_wait() {
     check_cuda(cudaStreamSynchronize(device_stream()), "the device's work");
 }
 
@@ -120,10 +124,10 @@ __global__ void __launch_bounds__(kThreads) fma_chains_kernel(float* sink, int64
 }
 
 static double seconds_of(const auto& work) {
-    check_cuda(cudaStreamSynchronize(device_stream()), "the device's work");
+    device_wait();
     const auto start = std::chrono::steady_clock::now();
     work();
-    check_cuda(cudaStreamSynchronize(device_stream()), "the device's work");
+    device_wait();
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 

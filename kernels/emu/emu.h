@@ -9,6 +9,7 @@
 // memory, more shared memory than the smallest of our GPUs has, ...
 //
 //     JETLAG_EMU_SEED   seed of the order, default 1; read at every launch
+//     JETLAG_EMU_GUARD  1: a host that accesses device memory itself ends with exit code 70 (see runtime.cpp)
 //
 // Blocks run on the OpenMP threads, in an order from the seed too. A block must not wait for another one. A kernel is
 // done when launch() returns, unless the stream is captured in a graph.

@@ -163,6 +163,32 @@ TEST_F(EmulatorDeathTest, GlobalMemory) {
     EXPECT_DEATH(run_global_copy(x.data, 64), "global_copy_kernel:" + where);
 }
 
+TEST_F(EmulatorDeathTest, HostAccessesDeviceMemory) {
+    // The process of a death test starts anew, and reads the environment then.
+    const char* before = std::getenv("JETLAG_EMU_GUARD");
+    if (before == nullptr) setenv("JETLAG_EMU_GUARD", "1", 1);
+    const auto expect_exit = [&](const std::function<void(float*)>& access, int code, const char* message) {
+        EXPECT_EXIT(
+            {
+                const FloatBuffer values(Floats(64, 1.0f));
+                access(values.data());
+                std::exit(0);
+            },
+            testing::ExitedWithCode(code), message);
+    };
+    const char* message = "^emulator: error: the host itself accesses device memory\n$";
+    expect_exit([](float* x) { std::exit(*x > 0 ? 0 : 1); }, 70, message);
+    expect_exit([](float* x) { x[63] = 2; }, 70, message);
+    expect_exit(
+        [](float* x) {
+            EXPECT_THROW(copy_to_device(x, x + 1, sizeof(float)), std::runtime_error);
+            std::exit(testing::Test::HasFailure() ? 1 : 0);
+        },
+        0, "");
+    expect_exit([](float* x) { std::exit(read_device(x, 64)[63] == 1 ? 0 : 1); }, 0, "");
+    if (before == nullptr) unsetenv("JETLAG_EMU_GUARD");
+}
+
 TEST_F(EmulatorDeathTest, StackOverflow) {
     EXPECT_DEATH(run_fault(Fault::deep_recursion, out.data()), "");
 }
