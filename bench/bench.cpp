@@ -36,6 +36,7 @@ constexpr double kLongRowSeconds = 5;        // after so many seconds of samples
 constexpr int64_t kRotatedBytes = 64 << 20;  // arrays that take turns are so large together
 constexpr int64_t kHeads = 4;                // of the published model, and of the single attention ops
 constexpr int64_t kComparedLosses = 3;       // of a training row, for bench/compare
+constexpr double kRealBytes = sizeof(real);
 
 double now() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -119,28 +120,54 @@ Row measure(const Case& c, int64_t repeat) {
 // ---------------------------------------------------------------------------------------------------------------
 // Single ops
 
-using Arrays = std::vector<DeviceArray<float>>;
+// So many values of an array: of `real`, or of float32 where that is said.
+struct Size {
+    int64_t n;
+    bool single = false;
+    Size(int64_t n, bool single = false) : n(n), single(single) {}
+    int64_t bytes() const { return n * static_cast<int64_t>(single ? sizeof(float) : sizeof(real)); }
+};
+Size floats(int64_t n) {
+    return {n, true};
+}
+// An array on the device, whose `data` is a pointer of the type that an op asks for.
+struct Array {
+    struct Pointer {
+        void* memory = nullptr;
+        template <typename T>
+        operator T*() const {
+            return static_cast<T*>(memory);
+        }
+    };
+    DeviceArray<uint8_t> memory;
+    Pointer data;
+};
+using Arrays = std::vector<Array>;
 
-DeviceArray<float> random_array(int64_t n, float size) {
-    DeviceArray<float> array(n);
-    std::vector<float> values(static_cast<size_t>(n));
-    TorchGenerator generator = make_generator(static_cast<uint64_t>(n));
+Array random_array(Size n, float size) {
+    Array array;
+    array.memory = DeviceArray<uint8_t>(n.bytes());
+    array.data.memory = array.memory.data;
+    std::vector<float> values(static_cast<size_t>(n.n));
+    TorchGenerator generator = make_generator(static_cast<uint64_t>(n.n));
     fill_uniform(generator, -size, size, values);
-    copy_to_device(array.data, values.data(), array.bytes());
+    std::vector<real> reals;
+    for (size_t i = 0; !n.single && i < values.size(); i++) reals.push_back(to_real(values[i]));
+    const void* from = n.single ? static_cast<const void*>(values.data()) : reals.data();
+    copy_to_device(array.memory.data, from, array.memory.bytes());
     return array;
 }
 
-// Calls op with the arrays of the next set at each run; sizes in floats. `prepare` is called once for each set.
-std::function<void()> rotating(const std::vector<int64_t>& sizes, float size,
-                               const std::function<void(const Arrays&)>& op,
+// Calls op with the arrays of the next set at each run. `prepare` is called once for each set.
+std::function<void()> rotating(const std::vector<Size>& sizes, float size, const std::function<void(const Arrays&)>& op,
                                const std::function<void(const Arrays&)>& prepare = nullptr) {
-    int64_t floats = 0;
-    for (int64_t n : sizes) floats += n;
-    const int64_t count = std::clamp<int64_t>(kRotatedBytes / (4 * floats), 1, 64);
+    int64_t bytes = 0;
+    for (const Size& n : sizes) bytes += n.bytes();
+    const int64_t count = std::clamp<int64_t>(kRotatedBytes / bytes, 1, 64);
     auto sets = std::make_shared<std::vector<Arrays>>();
     for (int64_t i = 0; i < count; i++) {
         Arrays set;
-        for (int64_t n : sizes) set.push_back(random_array(n, size));
+        for (const Size& n : sizes) set.push_back(random_array(n, size));
         if (prepare != nullptr) prepare(set);
         sets->push_back(std::move(set));
     }
@@ -151,8 +178,8 @@ std::function<void()> rotating(const std::vector<int64_t>& sizes, float size,
 }
 
 // An array that all runs share.
-std::shared_ptr<DeviceArray<float>> shared_array(int64_t n, float size) {
-    return std::make_shared<DeviceArray<float>>(random_array(n, size));
+std::shared_ptr<Array> shared_array(Size n, float size) {
+    return std::make_shared<Array>(random_array(n, size));
 }
 
 Row op_row(const std::string& name, double flops, double bytes) {
@@ -168,16 +195,18 @@ void add_dense(std::vector<Case>& cases, const std::string& layer, int64_t N, in
     const double weights = static_cast<double>(C * OC), rows = static_cast<double>(N);
     const std::string sizes = fmt::format("{}/N{}", layer, N);
     cases.push_back(
-        {op_row("linear_forward/" + sizes, 2 * weights * rows, 4 * rows * static_cast<double>(C + OC)), [=] {
+        {op_row("linear_forward/" + sizes, 2 * weights * rows, kRealBytes * rows * static_cast<double>(C + OC)), [=] {
              const auto weight = shared_array(C * OC, 0.1f), bias = shared_array(OC, 0.1f);
              return Work{rotating({N * OC, N * C}, 1, [=](const Arrays& a) {
                  linear_forward(a[0].data, a[1].data, weight->data, bias->data, N, C, OC);
              })};
          }});
     cases.push_back(
-        {op_row("linear_backward/" + sizes, 4 * weights * rows, 4 * rows * static_cast<double>(2 * C + OC)), [=] {
-             const auto weight = shared_array(C * OC, 0.1f), dweight = shared_array(C * OC, 0.1f),
-                        dbias = shared_array(OC, 0.1f), workspace = shared_array(linear_workspace_floats(N, C, OC), 1);
+        {op_row("linear_backward/" + sizes, 4 * weights * rows, kRealBytes * rows * static_cast<double>(2 * C + OC)),
+         [=] {
+             const auto weight = shared_array(C * OC, 0.1f), dweight = shared_array(floats(C * OC), 0.1f),
+                        dbias = shared_array(floats(OC), 0.1f),
+                        workspace = shared_array(floats(linear_workspace_floats(N, C, OC)), 1);
              return Work{rotating({N * C, N * OC, N * C}, 1e-3f, [=](const Arrays& a) {
                  linear_backward(a[0].data, dweight->data, dbias->data, a[1].data, a[2].data, weight->data,
                                  workspace->data, N, C, OC);
@@ -189,19 +218,21 @@ void add_dense(std::vector<Case>& cases, const std::string& layer, int64_t N, in
 void add_passes(std::vector<Case>& cases, int64_t N, const ModelShape& s) {
     const int64_t C = s.embed_dim, V = s.vocab, hidden = N * s.mlp_dim;
     const std::string rows = fmt::format("/N{}", N);
-    const double floats = 4 * static_cast<double>(N * C), hidden_bytes = 4 * static_cast<double>(hidden);
-    cases.push_back({op_row("layernorm_forward" + rows, 0, 2 * floats), [=] {
-                         const auto weight = shared_array(C, 1), bias = shared_array(C, 1);
-                         return Work{rotating({N * C, N, N, N * C}, 1, [=](const Arrays& a) {
+    const double bytes = kRealBytes * static_cast<double>(N * C),
+                 hidden_bytes = kRealBytes * static_cast<double>(hidden);
+    cases.push_back({op_row("layernorm_forward" + rows, 0, 2 * bytes), [=] {
+                         const auto weight = shared_array(floats(C), 1), bias = shared_array(floats(C), 1);
+                         return Work{rotating({N * C, floats(N), floats(N), N * C}, 1, [=](const Arrays& a) {
                              layernorm_forward(a[0].data, a[1].data, a[2].data, a[3].data, weight->data, bias->data, N,
                                                C);
                          })};
                      }});
-    cases.push_back({op_row("layernorm_backward" + rows, 0, 4 * floats), [=] {
-                         const auto weight = shared_array(C, 1), gradients = shared_array(2 * C, 1),
-                                    workspace = shared_array(layernorm_workspace_floats(N, C), 1);
-                         return Work{rotating({N * C, N * C, N * C, N, N}, 1e-3f, [=](const Arrays& a) {
-                             layernorm_backward(a[0].data, gradients->data, gradients->data + C, a[1].data, a[2].data,
+    cases.push_back({op_row("layernorm_backward" + rows, 0, 4 * bytes), [=] {
+                         const auto weight = shared_array(floats(C), 1), dweight = shared_array(floats(C), 1),
+                                    dbias = shared_array(floats(C), 1),
+                                    workspace = shared_array(floats(layernorm_workspace_floats(N, C)), 1);
+                         return Work{rotating({N * C, N * C, N * C, floats(N), floats(N)}, 1e-3f, [=](const Arrays& a) {
+                             layernorm_backward(a[0].data, dweight->data, dbias->data, a[1].data, a[2].data,
                                                 weight->data, a[3].data, a[4].data, workspace->data, N, C);
                          })};
                      }});
@@ -214,7 +245,7 @@ void add_passes(std::vector<Case>& cases, int64_t N, const ModelShape& s) {
                              gelu_backward(a[0].data, a[1].data, a[2].data, hidden);
                          })};
                      }});
-    cases.push_back({op_row("residual_forward" + rows, 0, 3 * floats), [=] {
+    cases.push_back({op_row("residual_forward" + rows, 0, 3 * bytes), [=] {
                          return Work{rotating({N * C, N * C, N * C}, 1, [=](const Arrays& a) {
                              residual_forward(a[0].data, a[1].data, a[2].data, N * C);
                          })};
@@ -228,22 +259,22 @@ void add_passes(std::vector<Case>& cases, int64_t N, const ModelShape& s) {
         copy_to_device(tokens->data, narrow.data(), tokens->bytes());
         return tokens;
     };
-    cases.push_back({op_row("cross_entropy" + rows, 0, 2 * 4 * static_cast<double>(N * V)), [=] {
+    cases.push_back({op_row("cross_entropy" + rows, 0, 2 * kRealBytes * static_cast<double>(N * V)), [=] {
                          const auto tokens = tokens_of(N, V);
-                         return Work{rotating({N, N * V}, 3, [=](const Arrays& a) {
+                         return Work{rotating({floats(N), N * V}, 3, [=](const Arrays& a) {
                              cross_entropy(a[0].data, a[1].data, a[1].data, tokens->data, 1e-4f, N, V);
                          })};
                      }});
-    cases.push_back({op_row("embedding_forward" + rows, 0, 2 * floats), [=] {
+    cases.push_back({op_row("embedding_forward" + rows, 0, 2 * bytes), [=] {
                          const auto tokens = tokens_of(N, V);
-                         const auto weight = shared_array(V * C, 1);
+                         const auto weight = shared_array(floats(V * C), 1);
                          return Work{rotating({N * C}, 1, [=](const Arrays& a) {
                              embedding_forward(a[0].data, weight->data, tokens->data, N, C);
                          })};
                      }});
-    cases.push_back({op_row("embedding_backward" + rows, 0, floats), [=] {
+    cases.push_back({op_row("embedding_backward" + rows, 0, bytes), [=] {
                          const auto tokens = tokens_of(N, V);
-                         const auto dweight = shared_array(V * C, 1);
+                         const auto dweight = shared_array(floats(V * C), 1);
                          return Work{rotating({N * C}, 1e-3f, [=](const Arrays& a) {
                              embedding_backward(dweight->data, a[0].data, tokens->data, N, V, C);
                          })};
@@ -256,7 +287,7 @@ void add_optimizer(std::vector<Case>& cases, int64_t n) {
              const auto takes_part = std::make_shared<DeviceArray<uint8_t>>(n);
              const std::vector<uint8_t> ones(static_cast<size_t>(n), 1);
              copy_to_device(takes_part->data, ones.data(), ones.size());
-             return Work{rotating({n, n, n, n}, 1e-3f, [=](const Arrays& a) {
+             return Work{rotating({floats(n), floats(n), floats(n), floats(n)}, 1e-3f, [=](const Arrays& a) {
                  // Second moments are not negative.
                  adamw(a[0].data, a[1].data, a[1].data, a[2].data, takes_part->data, {0, 0.9, 0.999, 1e-8, 0, 1}, 1, n);
              })};
@@ -329,21 +360,21 @@ Row method_row(const std::string& kind, const std::string& method, int64_t T, in
 void add_attention(std::vector<Case>& cases, const std::string& method, int64_t T, int64_t B, int64_t D) {
     const int64_t H = kHeads, N = B * T, C = H * D;
     const double pairs = static_cast<double>(N) * static_cast<double>(T + 1) / 2,
-                 floats = 4 * static_cast<double>(N * C);
+                 bytes = kRealBytes * static_cast<double>(N * C);
     const std::string more = fmt::format("B{}/D{}", B, D);
     cases.push_back(
-        {method_row("attention_forward", method, T, B, more, 4 * static_cast<double>(C) * pairs, 4 * floats), [=] {
+        {method_row("attention_forward", method, T, B, more, 4 * static_cast<double>(C) * pairs, 4 * bytes), [=] {
              const auto tables = make_tables(method, T, D);
-             const auto workspace = shared_array(attention_workspace_floats(B, T, H, D), 0);
-             return Work{rotating({N * C, N * H, N * 3 * C}, 1, [=](const Arrays& a) {
+             const auto workspace = shared_array(floats(attention_workspace_floats(B, T, H, D)), 0);
+             return Work{rotating({N * C, floats(N * H), N * 3 * C}, 1, [=](const Arrays& a) {
                  attention_forward(a[0].data, a[1].data, nullptr, a[2].data, tables->rotary, tables->lag_bias.data,
                                    workspace->data, B, T, H, D);
              })};
          }});
     cases.push_back(
-        {method_row("attention_backward", method, T, B, more, 10 * static_cast<double>(C) * pairs, 8 * floats), [=] {
+        {method_row("attention_backward", method, T, B, more, 10 * static_cast<double>(C) * pairs, 8 * bytes), [=] {
              const auto tables = make_tables(method, T, D);
-             const auto workspace = shared_array(attention_workspace_floats(B, T, H, D), 0);
+             const auto workspace = shared_array(floats(attention_workspace_floats(B, T, H, D)), 0);
              const auto dlag_bias = std::make_shared<DeviceArray<float>>(tables->lag_bias.size);
              const auto forward = [=](const Arrays& a) {
                  attention_forward(a[3].data, a[4].data, nullptr, a[2].data, tables->rotary, tables->lag_bias.data,
@@ -353,23 +384,24 @@ void add_attention(std::vector<Case>& cases, const std::string& method, int64_t 
                  attention_backward(a[0].data, dlag_bias->data, a[1].data, a[2].data, a[3].data, a[4].data,
                                     tables->rotary, tables->lag_bias.data, workspace->data, B, T, H, D);
              };
-             return Work{rotating({N * 3 * C, N * C, N * 3 * C, N * C, N * H}, 1, backward, forward)};
+             return Work{rotating({N * 3 * C, N * C, N * 3 * C, N * C, floats(N * H)}, 1, backward, forward)};
          }});
 }
 
 // One new row over T positions.
 void add_decode(std::vector<Case>& cases, const std::string& method, int64_t T, int64_t D) {
     const int64_t H = kHeads, C = H * D;
-    const double floats = 2 * static_cast<double>(T * C);
-    cases.push_back({method_row("attention_decode", method, T, 1, fmt::format("D{}", D), 2 * floats, 4 * floats), [=] {
-                         const auto tables = make_tables(method, T, D);
-                         const int64_t side = attention_cache_floats(T, H, D);
-                         const auto workspace = shared_array(attention_decode_workspace_floats(T, H, D), 0);
-                         return Work{rotating({C, 3 * C, side, side}, 1, [=](const Arrays& a) {
-                             attention_decode(a[0].data, a[1].data, a[2].data, a[3].data, tables->rotary,
-                                              tables->lag_bias.data, workspace->data, T - 1, T, H, D);
-                         })};
-                     }});
+    const double cached = 2 * static_cast<double>(T * C);
+    cases.push_back(
+        {method_row("attention_decode", method, T, 1, fmt::format("D{}", D), 2 * cached, kRealBytes * cached), [=] {
+             const auto tables = make_tables(method, T, D);
+             const int64_t side = attention_cache_size(T, H, D);
+             const auto workspace = shared_array(floats(attention_decode_workspace_floats(T, H, D)), 0);
+             return Work{rotating({C, 3 * C, side, side}, 1, [=](const Arrays& a) {
+                 attention_decode(a[0].data, a[1].data, a[2].data, a[3].data, tables->rotary, tables->lag_bias.data,
+                                  workspace->data, T - 1, T, H, D);
+             })};
+         }});
 }
 
 void add_tables(std::vector<Case>& cases, const std::string& method, int64_t T) {
@@ -388,7 +420,7 @@ void add_tables(std::vector<Case>& cases, const std::string& method, int64_t T) 
                      }});
     cases.push_back({method_row("lag_bias_table_backward", method, T, 1, "H4", 0, 0), [=] {
                          const auto tables = make_tables(method, T, 24);
-                         const auto dparameters = shared_array(tables->parameters.size, 0);
+                         const auto dparameters = shared_array(floats(tables->parameters.size), 0);
                          return Work{[=] {
                              lag_bias_table_backward(dparameters->data, tables->lag_bias.data, tables->shape.lag_bias,
                                                      tables->parameters.data, T);

@@ -1,8 +1,9 @@
 // The contract of every op. A backend (kernels/cpu/, kernels/cuda/) implements all of them; which one a program has is
 // decided when linking.
 //
-// Pointers are device memory of the backend (for the CPU: plain memory), float32 and contiguous unless said; workspaces
-// are aligned as device_alloc aligns. Shapes:
+// Pointers are device memory of the backend (for the CPU: plain memory), contiguous, float32 or `real` (real.h: what
+// activations and the operands of matrix products are kept in; float32 on the CPU); sums are in float32 or better.
+// Workspaces are aligned as device_alloc aligns. Shapes:
 // B batch, T tokens, N = B T rows, C channels, OC output channels, H heads, D = C / H head dim, V vocabulary, P rotary
 // pairs.
 //
@@ -19,6 +20,7 @@
 #include <vector>
 
 #include "kernels/position/module.h"
+#include "kernels/real.h"
 
 namespace jetlag {
 
@@ -126,31 +128,31 @@ inline constexpr int64_t kMaxHeadDim = 256;
 //     qkv: (B, T, 3, H, D)   lag_bias: (H, T) or nullptr   stats: nullptr if not wanted
 //     workspace: attention_workspace_floats(B, T, H, D) floats, for forward and backward alike
 //     skipping: in device memory, += the tiles of this call; nullptr: nothing is skipped
-void attention_forward(float* out, float* lse, const AttentionRowStats* stats, const float* qkv,
+void attention_forward(real* out, float* lse, const AttentionRowStats* stats, const real* qkv,
                        const RotaryTable& rotary, const float* lag_bias, float* workspace, int64_t B, int64_t T,
                        int64_t H, int64_t D, AttentionSkipping* skipping = nullptr);
 
 //     dqkv: (B, T, 3, H, D) =   dlag_bias: (H, T) =, sums of dscore along diagonals, nullptr exactly if lag_bias is
 //     dout, out: (B, T, H, D)
-void attention_backward(float* dqkv, float* dlag_bias, const float* dout, const float* qkv, const float* out,
+void attention_backward(real* dqkv, float* dlag_bias, const real* dout, const real* qkv, const real* out,
                         const float* lse, const RotaryTable& rotary, const float* lag_bias, float* workspace, int64_t B,
                         int64_t T, int64_t H, int64_t D, AttentionSkipping* skipping = nullptr);
 
 int64_t attention_workspace_floats(int64_t B, int64_t T, int64_t H, int64_t D, bool forward_only = false);
 
 // Attention of one sequence that grows to at most T tokens, for which keys and values are kept: two caches, each of
-// attention_cache_floats(T, H, D) floats in an order of the backend's own. rotary: a table of T positions.
+// attention_cache_size(T, H, D) values in an order of the backend's own. rotary: a table of T positions.
 //
 // Keeps the sheared and rotated keys, and the values, of the positions first .. first + rows - 1.
 //     qkv: (rows, 3, H, D)
-void attention_cache(float* key_cache, float* value_cache, const float* qkv, const RotaryTable& rotary, int64_t first,
+void attention_cache(real* key_cache, real* value_cache, const real* qkv, const RotaryTable& rotary, int64_t first,
                      int64_t rows, int64_t T, int64_t H, int64_t D);
-int64_t attention_cache_floats(int64_t T, int64_t H, int64_t D);
+int64_t attention_cache_size(int64_t T, int64_t H, int64_t D);
 
 // The row `position` of attention_forward, over the positions 0 .. position in the caches; costs O(position).
 //     out: (H, D)   qkv: (3, H, D), of which q is read   lag_bias: (H, T) or nullptr
 //     workspace: attention_decode_workspace_floats(T, H, D) floats
-void attention_decode(float* out, const float* qkv, const float* key_cache, const float* value_cache,
+void attention_decode(real* out, const real* qkv, const real* key_cache, const real* value_cache,
                       const RotaryTable& rotary, const float* lag_bias, float* workspace, int64_t position, int64_t T,
                       int64_t H, int64_t D);
 int64_t attention_decode_workspace_floats(int64_t T, int64_t H, int64_t D);
@@ -159,42 +161,45 @@ int64_t attention_decode_workspace_floats(int64_t T, int64_t H, int64_t D);
 // The other layers
 
 // out: (N, C) = rows of weight (V, C); tokens: (N), each in [0, V).
-void embedding_forward(float* out, const float* weight, const int32_t* tokens, int64_t N, int64_t C);
+void embedding_forward(real* out, const float* weight, const int32_t* tokens, int64_t N, int64_t C);
 // dweight: (V, C) +=, the rows of dout (N, C) with the same token summed in the order of n.
-void embedding_backward(float* dweight, const float* dout, const int32_t* tokens, int64_t N, int64_t V, int64_t C);
+void embedding_backward(float* dweight, const real* dout, const int32_t* tokens, int64_t N, int64_t V, int64_t C);
 
 // LayerNorm over C with eps 1e-5. out: (N, C); mean, rstd: (N); weight, bias: (C).
-void layernorm_forward(float* out, float* mean, float* rstd, const float* inp, const float* weight, const float* bias,
+void layernorm_forward(real* out, float* mean, float* rstd, const real* inp, const float* weight, const float* bias,
                        int64_t N, int64_t C);
 // dinp: (N, C) += (the residual stream); dweight, dbias: (C) +=. workspace: layernorm_workspace_floats(N, C).
-void layernorm_backward(float* dinp, float* dweight, float* dbias, const float* dout, const float* inp,
+void layernorm_backward(real* dinp, float* dweight, float* dbias, const real* dout, const real* inp,
                         const float* weight, const float* mean, const float* rstd, float* workspace, int64_t N,
                         int64_t C);
 int64_t layernorm_workspace_floats(int64_t N, int64_t C);
 
-// out: (N, OC) = inp (N, C) weight^T + bias; weight: (OC, C), bias: (OC).
-void linear_forward(float* out, const float* inp, const float* weight, const float* bias, int64_t N, int64_t C,
-                    int64_t OC);
+// out: (N, OC) = inp (N, C) weight^T + bias; weight: (OC, C), bias: (OC). Where `real` is not float, both are rounded
+// copies of parameters.
+void linear_forward(real* out, const real* inp, const real* weight, const real* bias, int64_t N, int64_t C, int64_t OC);
 // The same for one row, out: (OC), inp: (C). It reads the weight as it is, which pays where there is one row only; sums
 // are in another order than those of linear_forward.
-void linear_forward_row(float* out, const float* inp, const float* weight, const float* bias, int64_t C, int64_t OC);
+void linear_forward_row(real* out, const real* inp, const real* weight, const real* bias, int64_t C, int64_t OC);
 // dinp: (N, C) =, nullptr if not wanted; dweight: (OC, C) +=; dbias: (OC) +=; dout: (N, OC).
 // workspace: linear_workspace_floats(N, C, OC).
-void linear_backward(float* dinp, float* dweight, float* dbias, const float* dout, const float* inp,
-                     const float* weight, float* workspace, int64_t N, int64_t C, int64_t OC);
+void linear_backward(real* dinp, float* dweight, float* dbias, const real* dout, const real* inp, const real* weight,
+                     float* workspace, int64_t N, int64_t C, int64_t OC);
 int64_t linear_workspace_floats(int64_t N, int64_t C, int64_t OC);
 
+// out = x, rounded to nearest. Like the other ops on bf16, only in backends that have it: kernels/cuda/.
+void round_to_bf16(bf16* out, const float* x, int64_t n);
+
 // Exact GELU, x/2 (1 + erf(x / sqrt 2)), of n values; out may be inp.
-void gelu_forward(float* out, const float* inp, int64_t n);
+void gelu_forward(real* out, const real* inp, int64_t n);
 // dinp = dout * gelu'(inp); dinp may be dout.
-void gelu_backward(float* dinp, const float* dout, const float* inp, int64_t n);
+void gelu_backward(real* dinp, const real* dout, const real* inp, int64_t n);
 
 // out = a + b; out may be a.
-void residual_forward(float* out, const float* a, const float* b, int64_t n);
+void residual_forward(real* out, const real* a, const real* b, int64_t n);
 
 // Softmax cross-entropy of logits (N, V) with targets (N) in [0, V): losses (N) in nats, and, if dlogits is not
 // nullptr, dlogits = scale * (softmax - onehot). dlogits may be logits.
-void cross_entropy(float* losses, float* dlogits, const float* logits, const int32_t* targets, float scale, int64_t N,
+void cross_entropy(float* losses, real* dlogits, const real* logits, const int32_t* targets, float scale, int64_t N,
                    int64_t V);
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -205,13 +210,16 @@ struct Moments {
     double sum_of_squares = 0;
     double largest = 0;  // largest magnitude
 };
-Moments moments(const float* x, int64_t n);  // sums in double, fixed order
+// Sums in double, fixed order.
+Moments moments(const float* x, int64_t n);
+Moments moments(const bf16* x, int64_t n);
 
 // norm: in device memory, the square root of the sum of squares; the device need not be waited for.
 void euclidean_norm(double* norm, const float* x, int64_t n);
 
 // The position of the first value that is NaN or infinite, or -1.
 int64_t first_nonfinite(const float* x, int64_t n);
+int64_t first_nonfinite(const bf16* x, int64_t n);
 
 // AdamW (Loshchilov and Hutter 2019) with PyTorch's arithmetic. Gradients are multiplied by grad_scale first.
 struct AdamW {

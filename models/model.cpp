@@ -23,6 +23,11 @@ static constexpr int64_t kBackwardRows = 8192;
 // ---------------------------------------------------------------------------------------------------------------
 // Parameters
 
+// So many values, and what keeps those behind them aligned.
+static int64_t aligned(int64_t n) {
+    return (n + 63) / 64 * 64;
+}
+
 static int64_t product(const std::vector<int64_t>& shape) {
     int64_t size = 1;
     for (int64_t n : shape) size *= n;
@@ -47,6 +52,7 @@ static void add_linear(std::vector<ParameterInfo>& layout, const std::string& na
     weight.shape = {OC, C};
     bias.shape = {OC};
     weight.uniform_bound = bias.uniform_bound = 1 / std::sqrt(static_cast<double>(C));
+    weight.rounded_at = bias.rounded_at = 0;  // in a copy; where is not known yet
     layout.push_back(weight);
     layout.push_back(bias);
 }
@@ -80,11 +86,14 @@ static std::vector<ParameterInfo> make_layout(const ModelShape& shape) {
     }
     add_norm(layout, "norm", C);
     add_linear(layout, "head", shape.vocab, C);
-    int64_t offset = 0;
+    int64_t offset = 0, rounded_at = 0;
     for (ParameterInfo& info : layout) {
         info.offset = offset;
         info.size = product(info.shape);
         offset += info.size;
+        if (info.rounded_at < 0) continue;
+        info.rounded_at = rounded_at;
+        rounded_at += aligned(info.size);
     }
     return layout;
 }
@@ -169,6 +178,57 @@ static ModelTensors locate(const Model& model, float* base) {
     return t;
 }
 
+// The dense layers for matrix products.
+struct Dense {
+    const real *weight, *bias;
+};
+struct BlockDense {
+    Dense qkv, out_proj, mlp0, mlp2;
+};
+struct ModelDense {
+    std::vector<BlockDense> blocks;
+    Dense head;
+};
+
+static ModelDense locate_dense(const Model& model, const RoundedWeights& weights) {
+    size_t i = 0;
+    const auto next = [&]() -> const real* {
+        while (model.layout[i].rounded_at < 0) i++;
+        const ParameterInfo& info = model.layout[i++];
+        if (kHalfPrecision) return weights.memory.data + info.rounded_at;
+        return reinterpret_cast<const real*>(model.parameters.data + info.offset);
+    };
+    const auto next_dense = [&]() -> Dense {
+        const real* weight = next();
+        return {weight, next()};
+    };
+    ModelDense dense;
+    for (int64_t l = 0; l < model.shape.layers; l++) {
+        BlockDense block;
+        for (Dense* layer : {&block.qkv, &block.out_proj, &block.mlp0, &block.mlp2}) *layer = next_dense();
+        dense.blocks.push_back(block);
+    }
+    dense.head = next_dense();
+    return dense;
+}
+
+static int64_t rounded_values(const std::vector<ParameterInfo>& layout) {
+    int64_t values = 0;
+    if (kHalfPrecision)
+        for (const ParameterInfo& info : layout)
+            if (info.rounded_at >= 0) values = info.rounded_at + aligned(info.size);
+    return values;
+}
+
+// Makes the copies anew.
+static void round_weights([[maybe_unused]] RoundedWeights& weights, [[maybe_unused]] const Model& model) {
+#ifdef JETLAG_BF16
+    for (const ParameterInfo& info : model.layout)
+        if (info.rounded_at >= 0)
+            round_to_bf16(weights.memory.data + info.rounded_at, model.parameters.data + info.offset, info.size);
+#endif
+}
+
 std::vector<std::pair<std::string, double>> lag_bias_summary(const Model& model) {
     std::vector<std::pair<std::string, double>> mean;
     const LagBiasSpec& spec = model.shape.lag_bias;
@@ -213,44 +273,47 @@ static ActivationSizes place(Activations& acts, float* base, const ModelShape& s
         used += (n + 15) / 16 * 16;
         return at;
     };
+    const auto take_real = [&](int64_t n) {
+        return reinterpret_cast<real*>(take((n * static_cast<int64_t>(sizeof(real)) + 3) / 4));
+    };
     acts.residual.assign(static_cast<size_t>(s.layers + 1), nullptr);
     acts.blocks.assign(static_cast<size_t>(s.layers), {});
     for (size_t l = 0; l < acts.residual.size(); l++)
-        acts.residual[l] = l == 0 || backward ? take(N * C) : acts.residual[0];
+        acts.residual[l] = l == 0 || backward ? take_real(N * C) : acts.residual[0];
     for (size_t l = 0; l < acts.blocks.size(); l++) {
         BlockActivations& block = acts.blocks[l];
         if (l > 0 && shared) {
             block = acts.blocks[0];
             continue;
         }
-        block.norm1 = take(kept * C);
+        block.norm1 = take_real(kept * C);
         block.norm1_mean = take(N);
         block.norm1_rstd = take(N);
-        block.qkv = take(N * 3 * C);
-        block.attention = take(N * C);
+        block.qkv = take_real(N * 3 * C);
+        block.attention = take_real(N * C);
         block.lse = take(N * s.heads);
-        block.middle = backward ? take(N * C) : acts.residual[0];
-        block.norm2 = backward ? take(N * C) : block.norm1;
+        block.middle = backward ? take_real(N * C) : acts.residual[0];
+        block.norm2 = backward ? take_real(N * C) : block.norm1;
         block.norm2_mean = take(N);
         block.norm2_rstd = take(N);
-        block.hidden = take(kept * s.mlp_dim);
-        block.gelu = backward ? take(N * s.mlp_dim) : block.hidden;
+        block.hidden = take_real(kept * s.mlp_dim);
+        block.gelu = backward ? take_real(N * s.mlp_dim) : block.hidden;
     }
-    acts.projection = take(acts.chunk * C);
-    acts.norm = take(std::min(N, kHeadRows) * C);
+    acts.projection = take_real(acts.chunk * C);
+    acts.norm = take_real(std::min(N, kHeadRows) * C);
     acts.norm_mean = take(N);
     acts.norm_rstd = take(N);
-    acts.logits = take(std::min(N, kHeadRows) * s.vocab);
+    acts.logits = take_real(std::min(N, kHeadRows) * s.vocab);
     acts.losses = take(N);
     if (with_stats) {
         acts.entropy = take(N * s.heads);
         acts.mean_lag = take(N * s.heads);
     }
     if (backward) {
-        acts.dresidual = take(N * C);
-        acts.dnorm = take(N * C);
-        acts.dhidden = take(std::min(N, kBackwardRows) * s.mlp_dim);
-        acts.dqkv = take(N * 3 * C);
+        acts.dresidual = take_real(N * C);
+        acts.dnorm = take_real(N * C);
+        acts.dhidden = take_real(std::min(N, kBackwardRows) * s.mlp_dim);
+        acts.dqkv = take_real(N * 3 * C);
     }
     ActivationSizes sizes;
     sizes.activation_floats = used;
@@ -274,6 +337,7 @@ ActivationSizes activation_sizes(const ModelShape& shape, int64_t B, int64_t T, 
     Activations counted;
     ActivationSizes sizes = place(counted, nullptr, shape, B, T, mode, with_stats);
     sizes.table_floats += rotary_floats(shape, T);
+    if (kHalfPrecision) sizes.table_floats += rounded_values(make_layout(shape)) / 2;
     return sizes;
 }
 
@@ -313,7 +377,9 @@ static Activations allocate_activations(const ModelShape& shape, int64_t B, int6
 }
 
 Activations make_activations(const ModelShape& shape, int64_t B, int64_t T, Mode mode, bool with_stats) try {
-    return allocate_activations(shape, B, T, mode, with_stats);
+    Activations acts = allocate_activations(shape, B, T, mode, with_stats);
+    acts.weights.memory = DeviceArray<real>(rounded_values(make_layout(shape)));
+    return acts;
 } catch (const std::bad_alloc&) {
     fail(
         "no memory for a batch of {} x {} tokens: {:.0f} MiB wanted (fewer windows at a time need less: "
@@ -360,12 +426,12 @@ void lap(OpTimes* times, const char* op) {
 
 // One row reads the weight as it is. Which way a dense layer goes depends on all N rows of the batch, not on a chunk of
 // them, since the sums differ in their last bits.
-static void forward_dense(float* out, const float* inp, const float* weight, const float* bias, int64_t rows, int64_t C,
-                          int64_t OC, int64_t N) {
+static void forward_dense(real* out, const real* inp, const Dense& layer, int64_t rows, int64_t C, int64_t OC,
+                          int64_t N) {
     if (N == 1)
-        linear_forward_row(out, inp, weight, bias, C, OC);
+        linear_forward_row(out, inp, layer.weight, layer.bias, C, OC);
     else
-        linear_forward(out, inp, weight, bias, rows, C, OC);
+        linear_forward(out, inp, layer.weight, layer.bias, rows, C, OC);
 }
 
 // Attention of block l; with a cache, over the T new tokens and those before.
@@ -393,38 +459,39 @@ static void forward_attention(const ModelShape& s, const BlockTensors& w, Activa
 }
 
 // One block; without `to_the_end`, what its backward pass reads.
-static void forward_block(const ModelShape& s, const BlockTensors& w, Activations& acts, size_t l, int64_t B, int64_t T,
-                          const AttentionRowStats* stats, bool to_the_end, KeyValueCache* cache = nullptr) {
+static void forward_block(const ModelShape& s, const BlockTensors& w, const BlockDense& dense, Activations& acts,
+                          size_t l, int64_t B, int64_t T, const AttentionRowStats* stats, bool to_the_end,
+                          KeyValueCache* cache = nullptr) {
     const int64_t N = B * T, C = s.embed_dim, mlp = s.mlp_dim;
     const BlockActivations& a = acts.blocks[l];
-    const float* in = acts.residual[l];
-    float* out = acts.residual[l + 1];
+    const real* in = acts.residual[l];
+    real* out = acts.residual[l + 1];
     OpTimes* times = acts.op_times;
     for (int64_t n = 0; n < N; n += acts.chunk) {
         const int64_t rows = std::min(acts.chunk, N - n), kept = acts.mode == Mode::inference ? 0 : n;
-        float* norm1 = a.norm1 + kept * C;
+        real* norm1 = a.norm1 + kept * C;
         layernorm_forward(norm1, a.norm1_mean + n, a.norm1_rstd + n, in + n * C, w.norm1_weight, w.norm1_bias, rows, C);
         lap(times, "layernorm");
-        forward_dense(a.qkv + n * 3 * C, norm1, w.qkv_weight, w.qkv_bias, rows, C, 3 * C, N);
+        forward_dense(a.qkv + n * 3 * C, norm1, dense.qkv, rows, C, 3 * C, N);
         lap(times, "dense forward");
     }
     forward_attention(s, w, acts, l, B, T, stats, cache);
     for (int64_t n = 0; n < N; n += acts.chunk) {
         const int64_t rows = std::min(acts.chunk, N - n), kept = acts.mode == Mode::inference ? 0 : n;
-        float *middle = a.middle + n * C, *norm2 = a.norm2 + kept * C;
-        float *hidden = a.hidden + kept * mlp, *gelu = a.gelu + kept * mlp;
-        forward_dense(acts.projection, a.attention + n * C, w.out_proj_weight, w.out_proj_bias, rows, C, C, N);
+        real *middle = a.middle + n * C, *norm2 = a.norm2 + kept * C;
+        real *hidden = a.hidden + kept * mlp, *gelu = a.gelu + kept * mlp;
+        forward_dense(acts.projection, a.attention + n * C, dense.out_proj, rows, C, C, N);
         lap(times, "dense forward");
         residual_forward(middle, in + n * C, acts.projection, rows * C);
         lap(times, "residual");
         layernorm_forward(norm2, a.norm2_mean + n, a.norm2_rstd + n, middle, w.norm2_weight, w.norm2_bias, rows, C);
         lap(times, "layernorm");
-        forward_dense(hidden, norm2, w.mlp0_weight, w.mlp0_bias, rows, C, mlp, N);
+        forward_dense(hidden, norm2, dense.mlp0, rows, C, mlp, N);
         lap(times, "dense forward");
         gelu_forward(gelu, hidden, rows * mlp);
         lap(times, "gelu");
         if (!to_the_end) continue;
-        forward_dense(acts.projection, gelu, w.mlp2_weight, w.mlp2_bias, rows, mlp, C, N);
+        forward_dense(acts.projection, gelu, dense.mlp2, rows, mlp, C, N);
         lap(times, "dense forward");
         residual_forward(out + n * C, middle, acts.projection, rows * C);
         lap(times, "residual");
@@ -449,22 +516,28 @@ static void forward_blocks(const Model& model, Activations& acts, int64_t B, int
                            KeyValueCache* cache = nullptr) {
     const ModelShape& s = model.shape;
     const ModelTensors p = locate(model, model.parameters.data);
+    if (kHalfPrecision && cache == nullptr) {
+        round_weights(acts.weights, model);
+        lap(acts.op_times, "rounded weights");
+    }
+    const ModelDense dense = locate_dense(model, cache != nullptr ? cache->weights : acts.weights);
     embedding_forward(acts.residual[0], p.embedding, acts.tokens.data, B * T, s.embed_dim);
     lap(acts.op_times, "embedding");
     const AttentionRowStats stats = {acts.entropy, acts.mean_lag};
     for (size_t l = 0; l < acts.blocks.size(); l++) {
         const bool wants_stats = l + 1 == acts.blocks.size() && acts.entropy != nullptr;
-        forward_block(s, p.blocks[l], acts, l, B, T, wants_stats ? &stats : nullptr, true, cache);
+        forward_block(s, p.blocks[l], dense.blocks[l], acts, l, B, T, wants_stats ? &stats : nullptr, true, cache);
     }
 }
 
 // The final LayerNorm and the logits of the rows first .. first + rows - 1, into acts.norm and acts.logits.
-static void forward_head(const ModelShape& s, const ModelTensors& p, Activations& acts, int64_t first, int64_t rows) {
+static void forward_head(const ModelShape& s, const ModelTensors& p, const Dense& head, Activations& acts,
+                         int64_t first, int64_t rows) {
     const int64_t C = s.embed_dim;
     layernorm_forward(acts.norm, acts.norm_mean + first, acts.norm_rstd + first, acts.residual.back() + first * C,
                       p.norm_weight, p.norm_bias, rows, C);
     lap(acts.op_times, "layernorm");
-    forward_dense(acts.logits, acts.norm, p.head_weight, p.head_bias, rows, C, s.vocab, rows);
+    forward_dense(acts.logits, acts.norm, head, rows, C, s.vocab, rows);
     lap(acts.op_times, "dense forward");
 }
 
@@ -479,6 +552,7 @@ BatchResult evaluate_batch(const Model& model, Activations& acts, std::span<cons
     const ModelShape& s = model.shape;
     const int64_t V = s.vocab;
     const ModelTensors p = locate(model, model.parameters.data);
+    const ModelDense dense = locate_dense(model, acts.weights);
     OpTimes* times = acts.op_times;
     device_zero(acts.skipping.data, acts.skipping.bytes());
     set_batch(s, acts, tokens, targets, T);
@@ -491,7 +565,7 @@ BatchResult evaluate_batch(const Model& model, Activations& acts, std::span<cons
     for (int64_t b = 0; b < B; b++)
         for (int64_t begin = 0; begin < T; begin += kHeadRows) {
             const int64_t first = b * T + begin, rows = std::min(kHeadRows, T - begin);
-            forward_head(s, p, acts, first, rows);
+            forward_head(s, p, dense.head, acts, first, rows);
             cross_entropy(acts.losses + first, nullptr, acts.logits, acts.targets.data + first, 1.0f, rows, V);
             lap(times, "cross-entropy");
             const int64_t unscored = std::clamp<int64_t>(T - scored - begin, 0, rows);
@@ -537,6 +611,7 @@ static void forward_and_backward(const Model& model, Activations& acts, DeviceAr
     const int64_t N = B * T, C = s.embed_dim, V = s.vocab, mlp = s.mlp_dim;
     const ModelTensors p = locate(model, model.parameters.data);
     const ModelTensors g = locate(model, gradients.data);
+    const ModelDense dense = locate_dense(model, acts.weights);
     float* workspace = acts.workspace;
     OpTimes* times = acts.op_times;
     forward_blocks(model, acts, B, T);
@@ -545,33 +620,34 @@ static void forward_and_backward(const Model& model, Activations& acts, DeviceAr
     const float dloss = static_cast<float>(loss_scale / static_cast<double>(N));
     for (int64_t begin = 0; begin < N; begin += kHeadRows) {
         const int64_t rows = std::min(kHeadRows, N - begin);
-        forward_head(s, p, acts, begin, rows);
+        forward_head(s, p, dense.head, acts, begin, rows);
         cross_entropy(acts.losses + begin, acts.logits, acts.logits, acts.targets.data + begin, dloss, rows, V);
         lap(times, "cross-entropy");
-        linear_backward(acts.dnorm + begin * C, g.head_weight, g.head_bias, acts.logits, acts.norm, p.head_weight,
+        linear_backward(acts.dnorm + begin * C, g.head_weight, g.head_bias, acts.logits, acts.norm, dense.head.weight,
                         workspace, rows, C, V);
         lap(times, "dense backward");
     }
-    device_zero(acts.dresidual, static_cast<size_t>(N * C) * sizeof(float));
+    device_zero(acts.dresidual, static_cast<size_t>(N * C) * sizeof(real));
     layernorm_backward(acts.dresidual, g.norm_weight, g.norm_bias, acts.dnorm, acts.residual.back(), p.norm_weight,
                        acts.norm_mean, acts.norm_rstd, workspace, N, C);
     lap(times, "layernorm");
     for (size_t l = acts.blocks.size(); l-- > 0;) {
         const BlockTensors& w = p.blocks[l];
         const BlockTensors& dw = g.blocks[l];
+        const BlockDense& layers = dense.blocks[l];
         const BlockActivations& a = acts.blocks[l];
         // The last block's activations are still there.
         if (acts.mode == Mode::recomputing && l + 1 < acts.blocks.size())
-            forward_block(s, w, acts, l, B, T, nullptr, false);
+            forward_block(s, w, layers, acts, l, B, T, nullptr, false);
         for (int64_t n = 0; n < N; n += kBackwardRows) {
             const int64_t rows = std::min(kBackwardRows, N - n);
-            float *dresidual = acts.dresidual + n * C, *dnorm = acts.dnorm + n * C;
-            linear_backward(acts.dhidden, dw.mlp2_weight, dw.mlp2_bias, dresidual, a.gelu + n * mlp, w.mlp2_weight,
+            real *dresidual = acts.dresidual + n * C, *dnorm = acts.dnorm + n * C;
+            linear_backward(acts.dhidden, dw.mlp2_weight, dw.mlp2_bias, dresidual, a.gelu + n * mlp, layers.mlp2.weight,
                             workspace, rows, mlp, C);
             lap(times, "dense backward");
             gelu_backward(acts.dhidden, acts.dhidden, a.hidden + n * mlp, rows * mlp);
             lap(times, "gelu");
-            linear_backward(dnorm, dw.mlp0_weight, dw.mlp0_bias, acts.dhidden, a.norm2 + n * C, w.mlp0_weight,
+            linear_backward(dnorm, dw.mlp0_weight, dw.mlp0_bias, acts.dhidden, a.norm2 + n * C, layers.mlp0.weight,
                             workspace, rows, C, mlp);
             lap(times, "dense backward");
             layernorm_backward(dresidual, dw.norm2_weight, dw.norm2_bias, dnorm, a.middle + n * C, w.norm2_weight,
@@ -580,14 +656,14 @@ static void forward_and_backward(const Model& model, Activations& acts, DeviceAr
         }
         // dnorm now holds the gradient of the attention output.
         linear_backward(acts.dnorm, dw.out_proj_weight, dw.out_proj_bias, acts.dresidual, a.attention,
-                        w.out_proj_weight, workspace, N, C, C);
+                        layers.out_proj.weight, workspace, N, C, C);
         lap(times, "dense backward");
         attention_backward(acts.dqkv, acts.dlag_bias, acts.dnorm, a.qkv, a.attention, a.lse, acts.rotary, a.lag_bias,
                            workspace, B, T, s.heads, s.head_dim, s.exact_skipping ? acts.skipping.data : nullptr);
         lap(times, "attention backward");
         if (a.lag_bias != nullptr) lag_bias_table_backward(dw.lag_bias, acts.dlag_bias, s.lag_bias, w.lag_bias, T);
         lap(times, "lag-bias table");
-        linear_backward(acts.dnorm, dw.qkv_weight, dw.qkv_bias, acts.dqkv, a.norm1, w.qkv_weight, workspace, N, C,
+        linear_backward(acts.dnorm, dw.qkv_weight, dw.qkv_bias, acts.dqkv, a.norm1, layers.qkv.weight, workspace, N, C,
                         3 * C);
         lap(times, "dense backward");
         layernorm_backward(acts.dresidual, dw.norm1_weight, dw.norm1_bias, acts.dnorm, acts.residual[l], w.norm1_weight,
@@ -629,15 +705,17 @@ double train_batch(const Model& model, Activations& acts, DeviceArray<float>& gr
 
 KeyValueCache make_key_value_cache(const Model& model, int64_t T) {
     const ModelShape& s = model.shape;
-    const int64_t side = attention_cache_floats(T, s.heads, s.head_dim);
+    const int64_t side = attention_cache_size(T, s.heads, s.head_dim);
     const int64_t bias = s.lag_bias.module != nullptr ? s.heads * T : 0;
-    const int64_t floats = s.layers * (2 * side + bias) + rotary_floats(s, T);
+    const int64_t side_floats = aligned(side) * static_cast<int64_t>(sizeof(real)) / 4;
+    const int64_t floats = s.layers * (2 * side_floats + bias) + rotary_floats(s, T);
     const int64_t workspace = attention_decode_workspace_floats(T, s.heads, s.head_dim);
     KeyValueCache cache;
     cache.T = T;
     try {
         cache.memory = DeviceArray<float>(floats);
         cache.workspace = DeviceArray<float>(workspace);
+        cache.weights.memory = DeviceArray<real>(rounded_values(model.layout));
     } catch (const std::bad_alloc&) {
         fail("no memory for the keys and values of {} tokens: {:.0f} MiB wanted", T,
              static_cast<double>(floats + workspace) * 4 / 1048576);
@@ -645,12 +723,13 @@ KeyValueCache make_key_value_cache(const Model& model, int64_t T) {
     float* at = cache.memory.data;
     const auto take = [&at](int64_t n) { return std::exchange(at, at + n); };
     for (const BlockTensors& block : locate(model, model.parameters.data).blocks) {
-        cache.keys.push_back(take(side));
-        cache.values.push_back(take(side));
+        cache.keys.push_back(reinterpret_cast<real*>(take(side_floats)));
+        cache.values.push_back(reinterpret_cast<real*>(take(side_floats)));
         cache.lag_bias.push_back(bias > 0 ? take(bias) : nullptr);
         if (bias > 0) lag_bias_table(cache.lag_bias.back(), s.lag_bias, block.lag_bias, T);
     }
     cache.rotary = make_rotary_table(s, at, T);
+    round_weights(cache.weights, model);
     return cache;
 }
 
@@ -672,10 +751,13 @@ std::vector<float> extend_sequence(const Model& model, KeyValueCache& cache, std
     set_batch(s, cache.acts, tokens, {}, rows, &cache);
     forward_blocks(model, cache.acts, 1, rows, &cache);
     cache.length += rows;
-    forward_head(s, locate(model, model.parameters.data), cache.acts, rows - 1, 1);
-    std::vector<float> logits(static_cast<size_t>(s.vocab));
-    copy_to_host(logits.data(), cache.acts.logits, logits.size() * sizeof(float));
-    return logits;
+    forward_head(s, locate(model, model.parameters.data), locate_dense(model, cache.weights).head, cache.acts, rows - 1,
+                 1);
+    std::vector<real> logits(static_cast<size_t>(s.vocab));
+    copy_to_host(logits.data(), cache.acts.logits, logits.size() * sizeof(real));
+    std::vector<float> widened;
+    for (const real logit : logits) widened.push_back(to_float(logit));
+    return widened;
 }
 
 std::string first_nonfinite_tensor(const Model& model, const Activations& acts, const DeviceArray<float>* gradients,
@@ -684,7 +766,7 @@ std::string first_nonfinite_tensor(const Model& model, const Activations& acts, 
     const int64_t N = B * T, C = s.embed_dim;
     for (const ParameterInfo& info : model.layout)
         if (first_nonfinite(model.parameters.data + info.offset, info.size) >= 0) return "parameter " + info.name;
-    const auto bad = [](const float* x, int64_t n) { return x != nullptr && first_nonfinite(x, n) >= 0; };
+    const auto bad = [](const auto* x, int64_t n) { return x != nullptr && first_nonfinite(x, n) >= 0; };
     if (bad(acts.residual[0], N * C)) return "activation embedding";
     for (size_t l = 0; l < acts.blocks.size(); l++) {
         const std::string block = "activation blocks." + std::to_string(l);

@@ -26,6 +26,7 @@ struct ParameterInfo {
     int64_t offset = 0;
     int64_t size = 0;
     bool takes_part = true;      // false: saved, never updated (a sector of the lag bias that is off)
+    int64_t rounded_at = -1;     // of a dense layer: the place in the copy that RoundedWeights describes
     std::vector<float> initial;  // or drawn:
     double normal_std = 0;       // normal_std * normal(0, 1), if not 0
     double uniform_bound = 0;    // uniform(-bound, bound), if not 0
@@ -36,6 +37,13 @@ struct Model {
     std::vector<ParameterInfo> layout;  // in the order of the state dict, back to back
     DeviceArray<float> parameters;      // all of them
     DeviceArray<uint8_t> takes_part;    // one byte per parameter
+};
+
+// What matrix products read: the weights and biases of the dense layers, as they are, or where `real` is not float as
+// rounded copies. Training and evaluation make them anew for each batch, a small part of its work; a growing sequence,
+// of whose work they would be the larger part, keeps them.
+struct RoundedWeights {
+    DeviceArray<real> memory;  // empty where `real` is float
 };
 
 // A model with all parameters zero. Errors: no memory, saying how much was wanted.
@@ -53,18 +61,18 @@ enum class Mode { inference, training, recomputing };
 
 // What one block keeps. In training every block has its own; otherwise all share one.
 struct BlockActivations {
-    float* norm1 = nullptr;       // (N, C); inference: (chunk, C)
+    real* norm1 = nullptr;        // (N, C); inference: (chunk, C)
     float* norm1_mean = nullptr;  // (N)
     float* norm1_rstd = nullptr;  // (N)
-    float* qkv = nullptr;         // (N, 3, H, D)
-    float* attention = nullptr;   // (N, C)
+    real* qkv = nullptr;          // (N, 3, H, D)
+    real* attention = nullptr;    // (N, C)
     float* lse = nullptr;         // (B, H, T)
-    float* middle = nullptr;      // (N, C): the residual stream after attention
-    float* norm2 = nullptr;       // (N, C); inference: norm1
+    real* middle = nullptr;       // (N, C): the residual stream after attention
+    real* norm2 = nullptr;        // (N, C); inference: norm1
     float* norm2_mean = nullptr;  // (N)
     float* norm2_rstd = nullptr;  // (N)
-    float* hidden = nullptr;      // (N, mlp_dim), before GELU; inference: (chunk, mlp_dim)
-    float* gelu = nullptr;        // (N, mlp_dim); inference: hidden
+    real* hidden = nullptr;       // (N, mlp_dim), before GELU; inference: (chunk, mlp_dim)
+    real* gelu = nullptr;         // (N, mlp_dim); inference: hidden
     float* lag_bias = nullptr;    // (H, T)
 };
 
@@ -89,26 +97,27 @@ struct TrainingGraph {
 struct Activations {
     Mode mode = Mode::inference;
     int64_t B = 0, T = 0;
-    int64_t chunk = 0;             // rows of a chunk of the forward pass; results do not depend on it
-    DeviceArray<float> memory;     // what the pointers below and the blocks' point into
-    std::vector<float*> residual;  // (N, C) before each block and after the last; inference: all one
+    int64_t chunk = 0;            // rows of a chunk of the forward pass; results do not depend on it
+    DeviceArray<float> memory;    // what the pointers below and the blocks' point into
+    std::vector<real*> residual;  // (N, C) before each block and after the last; inference: all one
     std::vector<BlockActivations> blocks;
-    float* projection = nullptr;  // (chunk, C): output of out_proj or mlp.2
-    float* norm = nullptr;        // (kHeadRows, C): the final LayerNorm, a chunk of rows at a time
-    float* norm_mean = nullptr;   // (N)
-    float* norm_rstd = nullptr;   // (N)
-    float* logits = nullptr;      // (kHeadRows, V): a chunk of rows at a time
-    float* losses = nullptr;      // (N)
-    float* entropy = nullptr;     // (B, H, T), inference with statistics
-    float* mean_lag = nullptr;    // (B, H, T), inference with statistics
-    float* dresidual = nullptr;   // (N, C), training, as the next ones
-    float* dnorm = nullptr;       // (N, C)
-    float* dhidden = nullptr;     // (kBackwardRows, mlp_dim)
-    float* dqkv = nullptr;        // (N, 3, H, D)
-    float* dlag_bias = nullptr;   // (H, T)
+    real* projection = nullptr;  // (chunk, C): output of out_proj or mlp.2
+    real* norm = nullptr;        // (kHeadRows, C): the final LayerNorm, a chunk of rows at a time
+    float* norm_mean = nullptr;  // (N)
+    float* norm_rstd = nullptr;  // (N)
+    real* logits = nullptr;      // (kHeadRows, V): a chunk of rows at a time
+    float* losses = nullptr;     // (N)
+    float* entropy = nullptr;    // (B, H, T), inference with statistics
+    float* mean_lag = nullptr;   // (B, H, T), inference with statistics
+    real* dresidual = nullptr;   // (N, C), training, as the next ones
+    real* dnorm = nullptr;       // (N, C)
+    real* dhidden = nullptr;     // (kBackwardRows, mlp_dim)
+    real* dqkv = nullptr;        // (N, 3, H, D)
+    float* dlag_bias = nullptr;  // (H, T)
     float* workspace = nullptr;
     DeviceArray<int32_t> tokens, targets;  // (N)
     DeviceArray<float> rotary_memory;
+    RoundedWeights weights;
     RotaryTable rotary;
     int64_t rotary_T = 0;                     // the length that the rotary table is made for; 0: none yet
     OpTimes* op_times = nullptr;              // if not nullptr, each op's time is added there, and every op waited for
@@ -169,10 +178,11 @@ struct KeyValueCache {
     int64_t T = 0;       // the total length
     int64_t length = 0;  // tokens so far
     DeviceArray<float> memory, workspace;
-    std::vector<float*> keys, values;  // of each block, attention_cache_floats(T, H, D) floats
-    std::vector<float*> lag_bias;      // of each block, (H, T); nullptr without a lag bias
-    RotaryTable rotary;                // of T positions
-    Activations acts;                  // of the tokens that came last
+    RoundedWeights weights;
+    std::vector<real*> keys, values;  // of each block, attention_cache_size(T, H, D) values
+    std::vector<float*> lag_bias;     // of each block, (H, T); nullptr without a lag bias
+    RotaryTable rotary;               // of T positions
+    Activations acts;                 // of the tokens that came last
 };
 
 // An empty cache, its tables made. Errors: no memory, saying how much was wanted.

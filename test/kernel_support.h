@@ -25,12 +25,20 @@ using Doubles = std::vector<double>;
 inline constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 inline constexpr float kInfinity = std::numeric_limits<float>::infinity();
 inline constexpr double kRounding = 0x1p-24;  // the largest relative error of one float rounding
+// What the rounding of a result to `real` adds to its relative error, where that is more than a float's.
+inline constexpr double kRealRounding = kHalfPrecision ? 0x1p-8 : 0;
 
 // The values in device memory, which the host cannot read itself.
 template <typename T>
 std::vector<T> read_device(const T* device, int64_t n) {
     std::vector<T> values(static_cast<size_t>(n));
     copy_to_host(values.data(), device, values.size() * sizeof(T));
+    return values;
+}
+// bf16 as floats.
+inline Floats read_device(const bf16* device, int64_t n) {
+    Floats values;
+    for (const bf16 value : read_device<bf16>(device, n)) values.push_back(to_float(value));
     return values;
 }
 template <typename T>
@@ -75,11 +83,43 @@ struct Buffer {
 using FloatBuffer = Buffer<float>;
 using TokenBuffer = Buffer<int32_t>;
 
-// n normal values.
+// The nearest value that `real` holds.
+inline float rounded(float x) {
+    return to_float(to_real(x));
+}
+inline Floats rounded(Floats values) {
+    for (float& value : values) value = rounded(value);
+    return values;
+}
+
+// Activations: `real` on the device, floats here.
+#ifdef JETLAG_BF16
+struct RealBuffer {
+    Buffer<uint16_t> bits;
+
+    explicit RealBuffer(const Floats& values) : bits(bits_of(values)) {}
+    explicit RealBuffer(int64_t n) : RealBuffer(Floats(static_cast<size_t>(n), kNan)) {}
+
+    static std::vector<uint16_t> bits_of(const Floats& values) {
+        std::vector<uint16_t> bits;
+        for (const float value : values) bits.push_back(to_real(value).bits);
+        return bits;
+    }
+    real* data() const { return reinterpret_cast<real*>(bits.data()); }
+    Floats read() const {
+        bits.read();
+        return read_device(data(), bits.size);
+    }
+};
+#else
+using RealBuffer = FloatBuffer;
+#endif
+
+// n normal values, rounded to `real`.
 inline Floats normals(TorchGenerator& generator, int64_t n, float deviation = 1, float mean = 0) {
     Floats values(static_cast<size_t>(n));
     fill_normal(generator, values);
-    for (float& value : values) value = mean + deviation * value;
+    for (float& value : values) value = rounded(mean + deviation * value);
     return values;
 }
 

@@ -67,7 +67,8 @@ TEST(Embedding, Forward) {
                 SCOPED_TRACE(fmt::format("V {} N {} C {}", V, N, C));
                 const Floats weight = normals(generator, V * C);
                 const std::vector<int32_t> tokens = random_tokens(generator, N, V);
-                const FloatBuffer out(N * C), device_weight(weight);
+                const FloatBuffer device_weight(weight);
+                const RealBuffer out(N * C);
                 embedding_forward(out.data(), device_weight.data(), TokenBuffer(tokens).data(), N, C);
                 EXPECT_EQ(to_doubles(out.read()), reference::embedding_forward(to_doubles(weight), tokens, C));
             }
@@ -82,7 +83,7 @@ TEST(Embedding, Backward) {
                 const Floats dout = normals(generator, N * C), before = normals(generator, V * C);
                 const std::vector<int32_t> tokens = random_tokens(generator, N, V);
                 const FloatBuffer dweight(before);
-                embedding_backward(dweight.data(), FloatBuffer(dout).data(), TokenBuffer(tokens).data(), N, V, C);
+                embedding_backward(dweight.data(), RealBuffer(dout).data(), TokenBuffer(tokens).data(), N, V, C);
                 Doubles want = to_doubles(before);
                 reference::embedding_backward(to_doubles(dout), tokens, C, want);
                 // Sums are in double: two roundings to float, of the sum and of the total.
@@ -119,10 +120,11 @@ TEST(LayerNorm, ForwardAndBackward) {
                 for (int64_t i = 0; i < N * C; i++) want_dinp[i] += dinp_before[i];
 
                 for_each_simd_target([&] {
-                    const FloatBuffer inp(x), device_weight(weight), out(N * C), means(N), rstds(N);
+                    const RealBuffer inp(x), out(N * C), dinp(dinp_before);
+                    const FloatBuffer device_weight(weight), means(N), rstds(N);
                     layernorm_forward(out.data(), means.data(), rstds.data(), inp.data(), device_weight.data(),
                                       FloatBuffer(bias).data(), N, C);
-                    EXPECT_LE(relative_error(out.read(), want_out), tolerance);
+                    EXPECT_LE(relative_error(out.read(), want_out), tolerance + kRealRounding);
                     const Floats found_means = means.read(), found_rstds = rstds.read();
                     for (int64_t n = 0; n < N; n++) {
                         double row_mean = 0;
@@ -131,11 +133,12 @@ TEST(LayerNorm, ForwardAndBackward) {
                         EXPECT_NEAR(found_rstds[n] / rstd, 1, 1e-6 * (1 + mean) * rstd * rstd);
                     }
 
-                    const FloatBuffer dinp(dinp_before), dweight(dweight_before), dbias(dbias_before);
+                    const FloatBuffer dweight(dweight_before), dbias(dbias_before);
                     const FloatBuffer workspace(layernorm_workspace_floats(N, C));
-                    layernorm_backward(dinp.data(), dweight.data(), dbias.data(), FloatBuffer(dout).data(), inp.data(),
+                    layernorm_backward(dinp.data(), dweight.data(), dbias.data(), RealBuffer(dout).data(), inp.data(),
                                        device_weight.data(), means.data(), rstds.data(), workspace.data(), N, C);
-                    EXPECT_LE(relative_error(dinp.read(), want_dinp), C == 2 ? 10 * tolerance : tolerance);
+                    EXPECT_LE(relative_error(dinp.read(), want_dinp),
+                              (C == 2 ? 10 * tolerance : tolerance) + kRealRounding);
                     EXPECT_LE(relative_error(dweight.read(), want_dweight), tolerance);
                     EXPECT_LE(relative_error(dbias.read(), want_dbias), kTolerance);
                     workspace.read();
@@ -152,23 +155,24 @@ TEST(Linear, ForwardAndBackward) {
                 const Floats x = normals(generator, N * C), weight = normals(generator, OC * C);
                 const Floats bias = normals(generator, OC), dout = normals(generator, N * OC);
                 const Floats dweight_before = normals(generator, OC * C), dbias_before = normals(generator, OC);
-                const FloatBuffer inp(x), device_weight(weight), device_dout(dout), out(N * OC);
-                linear_forward(out.data(), inp.data(), device_weight.data(), FloatBuffer(bias).data(), N, C, OC);
+                const RealBuffer inp(x), device_weight(weight), device_dout(dout), out(N * OC);
+                linear_forward(out.data(), inp.data(), device_weight.data(), RealBuffer(bias).data(), N, C, OC);
                 EXPECT_LE(relative_error(out.read(), reference::linear_forward(to_doubles(x), to_doubles(weight),
                                                                                to_doubles(bias))),
-                          kTolerance);
+                          kTolerance + kRealRounding);
 
                 Doubles want_dweight = to_doubles(dweight_before), want_dbias = to_doubles(dbias_before);
                 const Doubles want_dinp = reference::linear_backward(to_doubles(dout), to_doubles(x),
                                                                      to_doubles(weight), want_dweight, want_dbias);
                 Floats first_dweight;
                 for (const bool with_dinp : {true, false}) {
-                    const FloatBuffer dinp(N * C), dweight(dweight_before), dbias(dbias_before);
+                    const RealBuffer dinp(N * C);
+                    const FloatBuffer dweight(dweight_before), dbias(dbias_before);
                     const FloatBuffer workspace(linear_workspace_floats(N, C, OC));
                     linear_backward(with_dinp ? dinp.data() : nullptr, dweight.data(), dbias.data(), device_dout.data(),
                                     inp.data(), device_weight.data(), workspace.data(), N, C, OC);
                     if (with_dinp) {
-                        EXPECT_LE(relative_error(dinp.read(), want_dinp), kTolerance);
+                        EXPECT_LE(relative_error(dinp.read(), want_dinp), kTolerance + kRealRounding);
                         first_dweight = dweight.read();
                     }
                     EXPECT_LE(relative_error(dweight.read(), want_dweight), kTolerance);
@@ -180,16 +184,16 @@ TEST(Linear, ForwardAndBackward) {
             }
 }
 
-// Every finite value of a dense grid, of both signs: small steps where GELU bends, and every power of two.
+// Finite values of a dense grid, of both signs: small steps where GELU bends, every power of two, and the largest.
 Floats gelu_grid() {
     Floats grid;
     for (int i = 0; i <= 14 * 1024; i++) grid.push_back(static_cast<float>(i) / 1024);
     for (int exponent = -149; exponent <= 127; exponent++)
         for (const float factor : {1.0f, 1.37f}) grid.push_back(std::ldexp(factor, exponent));
-    grid.push_back(FLT_MAX);
+    grid.push_back(kHalfPrecision ? 0x1.fep127f : FLT_MAX);
     const size_t half = grid.size();
     for (size_t i = 0; i < half; i++) grid.push_back(-grid[i]);
-    return grid;
+    return rounded(grid);
 }
 
 TEST(Gelu, DenseGrid) {
@@ -198,16 +202,20 @@ TEST(Gelu, DenseGrid) {
     const Doubles x64 = to_doubles(x), ones(x.size(), 1.0);
     const Doubles want = reference::gelu_forward(x64), want_derivative = reference::gelu_backward(ones, x64);
     for_each_simd_target([&] {
-        const FloatBuffer inp(x), out(n), dinp(n);
+        const RealBuffer inp(x), out(n), dinp(n);
         gelu_forward(out.data(), inp.data(), n);
-        gelu_backward(dinp.data(), FloatBuffer(Floats(x.size(), 1.0f)).data(), inp.data(), n);
+        gelu_backward(dinp.data(), RealBuffer(Floats(x.size(), 1.0f)).data(), inp.data(), n);
         const Floats found = out.read(), derivative = dinp.read();
         for (size_t i = 0; i < x.size(); i++) {
             // erf is good to 2.4 units in the last place (1.5e-7 near 1); x/2 (1 + erf) inherits half of that times x.
             // Below the smallest normal float the spacing is absolute.
-            EXPECT_LE(std::fabs(found[i] - want[i]), 1.5e-7 * std::fabs(x64[i]) + 0x1p-149) << "x = " << x[i];
+            EXPECT_LE(std::fabs(found[i] - want[i]), 1.5e-7 * std::fabs(x64[i]) + kRealRounding * std::fabs(want[i]) +
+                                                         (kHalfPrecision ? 0x1p-133 : 0x1p-149))
+                << "x = " << x[i];
             // Values reach 1.13, and two terms, each good to 1.5e-7, are added.
-            EXPECT_LE(std::fabs(derivative[i] - want_derivative[i]), 3e-7) << "x = " << x[i];
+            EXPECT_LE(std::fabs(derivative[i] - want_derivative[i]),
+                      3e-7 + kRealRounding * std::fabs(want_derivative[i]))
+                << "x = " << x[i];
         }
         EXPECT_EQ(found[0], 0.0f);
         EXPECT_EQ(found[x.size() / 2], 0.0f);
@@ -219,15 +227,15 @@ TEST(Gelu, SizesAndAliases) {
     TorchGenerator generator = make_generator(5);
     const Floats all = normals(generator, 20001, 2), all_dout = normals(generator, 20001);
     for_each_simd_target([&] {
-        const FloatBuffer whole_inp(all), whole_out(20001), whole_dinp(20001);
+        const RealBuffer whole_inp(all), whole_out(20001), whole_dinp(20001);
         gelu_forward(whole_out.data(), whole_inp.data(), 20001);
-        gelu_backward(whole_dinp.data(), FloatBuffer(all_dout).data(), whole_inp.data(), 20001);
+        gelu_backward(whole_dinp.data(), RealBuffer(all_dout).data(), whole_inp.data(), 20001);
         const Floats want_out = whole_out.read(), want_dinp = whole_dinp.read();
         for (const int64_t n : {1, 3, 15, 16, 17, 8191, 8192, 8193, 20001}) {
             SCOPED_TRACE(n);
             // A value's result does not depend on where it stands: the last n values give the last n results.
-            const FloatBuffer in_place(Floats(all.end() - n, all.end())), inp(Floats(all.end() - n, all.end()));
-            const FloatBuffer dout(Floats(all_dout.end() - n, all_dout.end()));
+            const RealBuffer in_place(Floats(all.end() - n, all.end())), inp(Floats(all.end() - n, all.end()));
+            const RealBuffer dout(Floats(all_dout.end() - n, all_dout.end()));
             gelu_forward(in_place.data(), in_place.data(), n);
             EXPECT_TRUE(same_bits(in_place.read(), Floats(want_out.end() - n, want_out.end())));
             gelu_backward(dout.data(), dout.data(), inp.data(), n);
@@ -242,9 +250,9 @@ TEST(Gelu, NothingHidesANanOrAnInfinity) {
             for (const float bad : {kNan, -kNan, kInfinity, -kInfinity}) {
                 Floats x(37, 0.5f);
                 x[static_cast<size_t>(at)] = bad;
-                const FloatBuffer inp(x), out(37), dinp(37);
+                const RealBuffer inp(x), out(37), dinp(37);
                 gelu_forward(out.data(), inp.data(), 37);
-                gelu_backward(dinp.data(), FloatBuffer(Floats(37, 1.0f)).data(), inp.data(), 37);
+                gelu_backward(dinp.data(), RealBuffer(Floats(37, 1.0f)).data(), inp.data(), 37);
                 const Floats found = out.read(), derivative = dinp.read();
                 for (int64_t i = 0; i < 37; i++) {
                     EXPECT_EQ(std::isfinite(found[i]), i != at) << bad << " at " << at << ", result " << i;
@@ -262,11 +270,11 @@ TEST(Residual, AddsAndMayAliasItsFirstArgument) {
     TorchGenerator generator = make_generator(6);
     for (const int64_t n : {1, 7, 64, 100003}) {
         const Floats a = normals(generator, n), b = normals(generator, n);
-        const FloatBuffer out(n), device_a(a), device_b(b);
+        const RealBuffer out(n), device_a(a), device_b(b);
         residual_forward(out.data(), device_a.data(), device_b.data(), n);
         residual_forward(device_a.data(), device_a.data(), device_b.data(), n);
         Floats want(a);
-        for (size_t i = 0; i < want.size(); i++) want[i] += b[i];
+        for (size_t i = 0; i < want.size(); i++) want[i] = rounded(want[i] + b[i]);
         EXPECT_EQ(out.read(), want);
         EXPECT_EQ(device_a.read(), want);
         EXPECT_EQ(device_b.read(), b);
@@ -286,7 +294,8 @@ TEST(CrossEntropy, LossAndGradient) {
                     const reference::CrossEntropy want = reference::cross_entropy(to_doubles(logits), targets);
                     for_each_simd_target([&] {
                         const TokenBuffer device_targets(targets);
-                        const FloatBuffer device_logits(logits), losses(N), dlogits(N * V), only_losses(N);
+                        const RealBuffer device_logits(logits), dlogits(N * V);
+                        const FloatBuffer losses(N), only_losses(N);
                         cross_entropy(losses.data(), dlogits.data(), device_logits.data(), device_targets.data(), scale,
                                       N, V);
                         EXPECT_EQ(device_logits.read(), logits);
@@ -298,7 +307,7 @@ TEST(CrossEntropy, LossAndGradient) {
                             for (int64_t v = 0; v < V; v++)
                                 EXPECT_LE(std::fabs(gradient[n * V + v] -
                                                     scale * static_cast<double>(N) * want.dlogits[n * V + v]),
-                                          1e-6 * scale);
+                                          1e-6 * scale + kRealRounding * std::fabs(gradient[n * V + v]));
                         }
                         cross_entropy(only_losses.data(), nullptr, device_logits.data(), device_targets.data(), scale,
                                       N, V);
@@ -315,14 +324,16 @@ TEST(CrossEntropy, LossAndGradient) {
 TEST(CrossEntropy, SmallProbabilities) {
     const int64_t V = 37;
     Floats logits(static_cast<size_t>(V));
-    for (int64_t v = 0; v < V; v++) logits[static_cast<size_t>(v)] = -2.25f * static_cast<float>(v);
+    for (int64_t v = 0; v < V; v++) logits[static_cast<size_t>(v)] = rounded(-2.25f * static_cast<float>(v));
     const reference::CrossEntropy want = reference::cross_entropy(to_doubles(logits), {0});
     for_each_simd_target([&] {
-        const FloatBuffer losses(1), dlogits(V);
-        cross_entropy(losses.data(), dlogits.data(), FloatBuffer(logits).data(),
+        const FloatBuffer losses(1);
+        const RealBuffer dlogits(V);
+        cross_entropy(losses.data(), dlogits.data(), RealBuffer(logits).data(),
                       TokenBuffer(std::vector<int32_t>{0}).data(), 1, 1, V);
         const Floats gradient = dlogits.read();
-        for (int64_t v = 1; v < V; v++) EXPECT_NEAR(gradient[v] / want.dlogits[v], 1, 1e-6) << "logit " << v;
+        for (int64_t v = 1; v < V; v++)
+            EXPECT_NEAR(gradient[v] / want.dlogits[v], 1, 1e-6 + kRealRounding) << "logit " << v;
     });
 }
 
@@ -332,15 +343,16 @@ TEST(CrossEntropy, MaskedAndBadLogits) {
             Floats logits(35, 0.25f);
             logits[static_cast<size_t>(at)] = -kInfinity;
             const int32_t target = 7;
-            const FloatBuffer losses(1), dlogits(35);
-            cross_entropy(losses.data(), dlogits.data(), FloatBuffer(logits).data(),
+            const FloatBuffer losses(1);
+            const RealBuffer dlogits(35);
+            cross_entropy(losses.data(), dlogits.data(), RealBuffer(logits).data(),
                           TokenBuffer(std::vector<int32_t>{target}).data(), 1, 1, 35);
             EXPECT_NEAR(losses.read()[0], std::log(34.0), 1e-6);
             EXPECT_EQ(dlogits.read()[static_cast<size_t>(at)], 0.0f);
-            EXPECT_NEAR(dlogits.read()[static_cast<size_t>(target)], 1.0 / 34 - 1, 1e-6);
+            EXPECT_NEAR(dlogits.read()[static_cast<size_t>(target)], 1.0 / 34 - 1, 1e-6 + kRealRounding);
             for (const float bad : {kNan, kInfinity}) {
                 logits[static_cast<size_t>(at)] = bad;
-                cross_entropy(losses.data(), dlogits.data(), FloatBuffer(logits).data(),
+                cross_entropy(losses.data(), dlogits.data(), RealBuffer(logits).data(),
                               TokenBuffer(std::vector<int32_t>{target}).data(), 1, 1, 35);
                 EXPECT_FALSE(std::isfinite(losses.read()[0])) << bad << " at " << at;
                 EXPECT_FALSE(std::isfinite(dlogits.read()[static_cast<size_t>(at)])) << bad << " at " << at;
@@ -496,7 +508,7 @@ TEST(FirstNonfinite, FindsTheFirst) {
                 x[static_cast<size_t>(at)] = bad;
                 EXPECT_EQ(first_nonfinite(FloatBuffer(x).data(), n), at);
             }
-    EXPECT_EQ(first_nonfinite(nullptr, 0), -1);
+    EXPECT_EQ(first_nonfinite(static_cast<const float*>(nullptr), 0), -1);
 }
 
 // ---- The same bits with any number of threads ----------------------------------------------------------------------
@@ -504,10 +516,12 @@ TEST(FirstNonfinite, FindsTheFirst) {
 TEST(Determinism, Embedding) {
     TorchGenerator generator = make_generator(10);
     const int64_t N = 5000, V = 256, C = 97;
-    const FloatBuffer weight(normals(generator, V * C)), dout(normals(generator, N * C));
+    const FloatBuffer weight(normals(generator, V * C));
+    const RealBuffer dout(normals(generator, N * C));
     const TokenBuffer tokens(random_tokens(generator, N, V));
     expect_same_for_every_thread_count([&] {
-        const FloatBuffer out(N * C), dweight(Floats(static_cast<size_t>(V * C), 0.1f));
+        const RealBuffer out(N * C);
+        const FloatBuffer dweight(Floats(static_cast<size_t>(V * C), 0.1f));
         embedding_forward(out.data(), weight.data(), tokens.data(), N, C);
         embedding_backward(dweight.data(), dout.data(), tokens.data(), N, V, C);
         return std::vector<Floats>{out.read(), dweight.read()};
@@ -517,11 +531,12 @@ TEST(Determinism, Embedding) {
 TEST(Determinism, LayerNorm) {
     TorchGenerator generator = make_generator(11);
     const int64_t N = 5001, C = 97;
-    const FloatBuffer x(normals(generator, N * C)), weight(normals(generator, C)), bias(normals(generator, C));
-    const FloatBuffer dout(normals(generator, N * C));
+    const FloatBuffer weight(normals(generator, C)), bias(normals(generator, C));
+    const RealBuffer x(normals(generator, N * C)), dout(normals(generator, N * C));
     const Floats dinp_before = normals(generator, N * C);
     expect_same_for_every_thread_count([&] {
-        const FloatBuffer out(N * C), mean(N), rstd(N), dinp(dinp_before), dweight(Floats(97, 0.1f));
+        const RealBuffer out(N * C), dinp(dinp_before);
+        const FloatBuffer mean(N), rstd(N), dweight(Floats(97, 0.1f));
         const FloatBuffer dbias(Floats(97, 0.1f)), workspace(layernorm_workspace_floats(N, C));
         layernorm_forward(out.data(), mean.data(), rstd.data(), x.data(), weight.data(), bias.data(), N, C);
         layernorm_backward(dinp.data(), dweight.data(), dbias.data(), dout.data(), x.data(), weight.data(), mean.data(),
@@ -534,10 +549,11 @@ TEST(Determinism, Linear) {
     TorchGenerator generator = make_generator(12);
     for (const int64_t N : {300, 5001}) {
         const int64_t C = 96, OC = 131;
-        const FloatBuffer x(normals(generator, N * C)), weight(normals(generator, OC * C));
-        const FloatBuffer bias(normals(generator, OC)), dout(normals(generator, N * OC));
+        const RealBuffer x(normals(generator, N * C)), weight(normals(generator, OC * C));
+        const RealBuffer bias(normals(generator, OC)), dout(normals(generator, N * OC));
         expect_same_for_every_thread_count([&] {
-            const FloatBuffer out(N * OC), dinp(N * C), dweight(Floats(static_cast<size_t>(OC * C), 0.1f));
+            const RealBuffer out(N * OC), dinp(N * C);
+            const FloatBuffer dweight(Floats(static_cast<size_t>(OC * C), 0.1f));
             const FloatBuffer dbias(Floats(static_cast<size_t>(OC), 0.1f)),
                 workspace(linear_workspace_floats(N, C, OC));
             linear_forward(out.data(), x.data(), weight.data(), bias.data(), N, C, OC);
@@ -552,16 +568,17 @@ TEST(Determinism, Elementwise) {
     TorchGenerator generator = make_generator(13);
     const int64_t n = 100003;
     const Floats values = normals(generator, n);
-    const FloatBuffer x(values), y(normals(generator, n));
+    const RealBuffer x(values), y(normals(generator, n));
+    const FloatBuffer gradients(normals(generator, n));
     const Buffer<uint8_t> takes_part(std::vector<uint8_t>(static_cast<size_t>(n), 1));
     expect_same_for_every_thread_count([&] {
-        const FloatBuffer gelu(n), dgelu(n), sum(n), parameters(values), m(Floats(values.size(), 0.0f));
-        const FloatBuffer v(Floats(values.size(), 0.0f));
+        const RealBuffer gelu(n), dgelu(n), sum(n);
+        const FloatBuffer parameters(values), m(Floats(values.size(), 0.0f)), v(Floats(values.size(), 0.0f));
         gelu_forward(gelu.data(), x.data(), n);
         gelu_backward(dgelu.data(), y.data(), x.data(), n);
         residual_forward(sum.data(), x.data(), y.data(), n);
-        adamw(parameters.data(), m.data(), v.data(), y.data(), takes_part.data(), {3e-3, 0.9, 0.999, 1e-8, 1e-4, 1}, 1,
-              n);
+        adamw(parameters.data(), m.data(), v.data(), gradients.data(), takes_part.data(),
+              {3e-3, 0.9, 0.999, 1e-8, 1e-4, 1}, 1, n);
         return std::vector<Floats>{gelu.read(), dgelu.read(), sum.read(), parameters.read(), m.read(), v.read()};
     });
 }
@@ -569,11 +586,12 @@ TEST(Determinism, Elementwise) {
 TEST(Determinism, CrossEntropyAndMoments) {
     TorchGenerator generator = make_generator(14);
     const int64_t N = 2001, V = 256;
-    const FloatBuffer logits(normals(generator, N * V, 3));
+    const RealBuffer logits(normals(generator, N * V, 3));
     const TokenBuffer targets(random_tokens(generator, N, V));
     Moments first;
     expect_same_for_every_thread_count([&] {
-        const FloatBuffer losses(N), dlogits(N * V);
+        const FloatBuffer losses(N);
+        const RealBuffer dlogits(N * V);
         cross_entropy(losses.data(), dlogits.data(), logits.data(), targets.data(), 0.25f, N, V);
         const Moments found = moments(logits.data(), N * V);
         if (thread_count() == 1) first = found;

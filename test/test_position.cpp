@@ -512,14 +512,16 @@ TEST_P(Position, ModelsMatchTheReference) {
         const reference::ModelOutput want =
             reference::model_gradients(settings, parameters, e.tokens, e.targets, e.B, T);
         Floats gradient;
-        EXPECT_NEAR(loss_and_gradient(e, &gradient), want.loss, 2e-6);
+        EXPECT_NEAR(loss_and_gradient(e, &gradient), want.loss, kHalfPrecision ? 2e-2 : 2e-6);
         double whole = 0;
         for (const auto& [name, values] : want.gradients) whole = std::hypot(whole, norm(values));
         for (const ParameterInfo& info : e.model.layout) {
             const Doubles& want_tensor = want.gradients.at(info.name);
             const Floats found(gradient.begin() + info.offset, gradient.begin() + info.offset + info.size);
             // Gradients that are zero in exact arithmetic (of key biases, say) are rounding here.
-            EXPECT_LE(distance(found, want_tensor), 2e-5 * norm(want_tensor) + 1e-7 * whole) << info.name;
+            EXPECT_LE(distance(found, want_tensor),
+                      kHalfPrecision ? 0.1 * norm(want_tensor) + 1e-2 * whole : 2e-5 * norm(want_tensor) + 1e-7 * whole)
+                << info.name;
         }
     }
 }
@@ -528,6 +530,7 @@ TEST_P(Position, ModelsMatchTheReference) {
 // some 1e-2 here, so differences are good to 1e-4 or so of their value; extrapolation takes the error of order h^2
 // away.
 TEST_P(Position, ModelGradientsAreDirectionalDifferences) {
+    if (kHalfPrecision) GTEST_SKIP() << "differences of losses in bf16 are their roundings";
     const ThreadCount one(1);
     Example e = make_example(GetParam(), 16, 2, 40);
     Floats gradient;
@@ -675,9 +678,10 @@ TEST(RelativeLaw, ScoresFromAttention) {
         for (int64_t h = 0; h < H; h++) bias[static_cast<size_t>(h * T + lags[h])] = 0;
 
         const FloatBuffer query_cos(table.query_cos), query_sin(table.query_sin), key_cos(table.key_cos);
-        const FloatBuffer key_sin(table.key_sin), shear(table.shear), out(T * H * D), lse(H * T);
+        const FloatBuffer key_sin(table.key_sin), shear(table.shear), lse(H * T);
+        const RealBuffer out(T * H * D);
         const FloatBuffer workspace(attention_workspace_floats(1, T, H, D));
-        attention_forward(out.data(), lse.data(), nullptr, FloatBuffer(qkv).data(),
+        attention_forward(out.data(), lse.data(), nullptr, RealBuffer(qkv).data(),
                           {table.pairs, query_cos.data(), query_sin.data(), key_cos.data(), key_sin.data(),
                            jordan ? shear.data() : nullptr},
                           FloatBuffer(bias).data(), workspace.data(), 1, T, H, D);
@@ -692,7 +696,7 @@ TEST(RelativeLaw, ScoresFromAttention) {
                     ASSERT_EQ(row, -kInfinity) << "row " << i << " sees nothing";
                 } else {
                     // Besides the table: q and k are sheared and turned in float, and D products are summed.
-                    ASSERT_NEAR(row, want, 8 * kRounding * score_size(table, q, k, i))
+                    ASSERT_NEAR(row, want, (8 * kRounding + 2 * kRealRounding) * score_size(table, q, k, i))
                         << "lag " << lags[h] << " at " << i;
                 }
             }

@@ -237,6 +237,7 @@ int train(const Config& config, const std::vector<Setting>& settings, const std:
         if (!std::isfinite(row.grad_norm))
             diverged(step, fmt::format("the gradient norm is {}", std::fabs(row.grad_norm)), acts, &gradients);
         state.step = step;
+        device_wait();
         const double elapsed = seconds_since(start);
         seconds += elapsed;
         window_seconds += elapsed;

@@ -179,7 +179,7 @@ static int64_t segments_of(int64_t T) {
     return (T + kSegment - 1) / kSegment;
 }
 
-int64_t attention_cache_floats(int64_t T, int64_t H, int64_t D) {
+int64_t attention_cache_size(int64_t T, int64_t H, int64_t D) {
     return H * segments_of(T) * D * kSegment;
 }
 

@@ -1,4 +1,4 @@
-// Causal attention with a rotary table and a lag-bias table, forward and backward, in float.
+// Causal attention with a rotary table and a lag-bias table, forward and backward, in float or with products in bf16.
 //
 // A block owns a tile of M tokens, whose sums stay in registers, and streams over tiles of N tokens of the other side,
 // which cp.async brings into one of two buffers while the block works on the other:
@@ -18,6 +18,13 @@
 // every load from shared memory is of four floats, and few of them serve many multiply-adds; a row's maximum takes two
 // shuffles. Rows of tiles are 4 floats longer than their number of channels, so that the eight rows that a warp reads
 // at once are in different banks.
+//
+// With bf16 activations and up to 128 channels, rows are packed in bf16, in whole groups of 16 channels, and both
+// functions are products of the tensor cores with sums in float: lane 4 g + q then owns the columns 2 q, 2 q + 1 of
+// each
+// 8. Softmax stays in float. P and dS are rounded to bf16 for the products that they are an operand of, where a lane's
+// part of the one is its part of the other: they stay in registers. What is summed along diagonals is not rounded. More
+// channels are computed in float: registers do not suffice for sums of a fragment's 16 rows.
 //
 // The lag table is copied with -infinity on either side, and the run of M + N entries that a tile of scores needs is
 // brought along with the tile. The accumulators of scores start from it, so that adding the bias costs nothing, and as
@@ -82,13 +89,14 @@ struct Call {
     int T, H, D;
     int heads;
     int width;     // of packed rows: D or more, whole groups of 4
+    bool in_bf16;  // packed rows
     int blocks;    // of kPackRows tokens
     int padded_T;  // blocks kPackRows
     float scale;   // of scores
     RotaryTable rotary;
     const real* qkv;
-    // Packed, (heads, T, width): query times scale
-    float *query, *key, *value, *dout;
+    // Packed, (heads, T, width), of floats or of bf16: query times scale
+    void *query, *key, *value, *dout;
     // The lag tables, of every head or of none: (H or 1, lag_stride), entry kLagPad + d
     float* lags;
     int lag_stride;
@@ -120,10 +128,19 @@ __device__ __forceinline__ float larger_bound(float a, float b) {
     return b <= a ? a : b == b ? b : INFINITY;
 }
 
-__device__ float norm_of(const float* row, int width) {
+// Of packed rows, the norm of one.
+template <typename Element>
+__device__ float norm_of(const void* rows, int64_t token, int width) {
+    const Element* row = static_cast<const Element*>(rows) + token * width;
     float sum = 0;
-    for (int c = 0; c < width; c++) sum = fmaf(row[c], row[c], sum);
+    for (int c = 0; c < width; c++) {
+        const float x = load(row + c);
+        sum = fmaf(x, x, sum);
+    }
     return sqrtf(sum);
+}
+__device__ float norm_of(const Call& call, const void* rows, int64_t token) {
+    return call.in_bf16 ? norm_of<bf16>(rows, token, call.width) : norm_of<float>(rows, token, call.width);
 }
 
 // kPackRows tokens of one head from t0 on.
@@ -141,9 +158,12 @@ __device__ __forceinline__ void pack_rows(const Call& call, const real* dout, in
         if (part < 2) rotate_channels(x, call.rotary, t, group, part == 1);
         if (part == 0)
             for (int e = 0; e < 4; e++) x[e] *= call.scale;
-        float* packed = part == 0 ? call.query : part == 1 ? call.key : part == 2 ? call.value : call.dout;
-        float* to = packed + (static_cast<int64_t>(head) * call.T + t) * call.width + 4 * group;
-        *reinterpret_cast<float4*>(to) = make_float4(x[0], x[1], x[2], x[3]);
+        void* packed = part == 0 ? call.query : part == 1 ? call.key : part == 2 ? call.value : call.dout;
+        const int64_t four = (static_cast<int64_t>(head) * call.T + t) * groups + group;
+        if (call.in_bf16)
+            static_cast<uint2*>(packed)[four] = make_uint2(pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]));
+        else
+            static_cast<float4*>(packed)[four] = make_float4(x[0], x[1], x[2], x[3]);
     }
 }
 
@@ -179,14 +199,14 @@ __global__ void __launch_bounds__(kPackThreads)
 
     float key_value = 0, query = 0, row_dout = 0;
     if (is_token) {
-        key_value = norm_of((is_value ? call.value : call.key) + token * call.width, call.width);
+        key_value = norm_of(call, is_value ? call.value : call.key, token);
         if (!is_value) {
-            query = norm_of(call.query + token * call.width, call.width);
+            query = norm_of(call, call.query, token);
             call.query_norm[token] = query;
             // lse is +infinity for a row without a key. Whatever else is not finite must show.
             if (!(query < INFINITY)) row_dout = INFINITY;
         } else if (backward) {
-            row_dout = norm_of(call.dout + token * call.width, call.width);
+            row_dout = norm_of(call, call.dout, token);
             if (!(row_dout < INFINITY && fabsf(delta) < INFINITY && row_lse > -INFINITY)) row_dout = INFINITY;
         }
     }
@@ -419,19 +439,31 @@ __device__ __forceinline__ Visit next_row_tile(const Call& call, int head, bool 
 // ---------------------------------------------------------------------------------------------------------------
 // Tiles
 
+// Whether products are the tensor cores', of bf16.
+template <int Dim>
+constexpr bool kTensor = kHalfPrecision&& Dim <= 128;
+
 // How a block is cut for heads of up to kDim channels: lanes own kRows rows and kColumns columns of scores.
 template <int Dim, int Warps, int Rows, int Columns>
 struct Tile {
     static constexpr int kDim = Dim, kWarps = Warps, kRows = Rows, kColumns = Columns;
+    static constexpr bool kTensor = jetlag::kTensor<Dim>;
+    using Element = std::conditional_t<kTensor, bf16, float>;              // of packed rows
+    static constexpr int kDepth = kTensor ? (kDim + 15) / 16 * 16 : kDim;  // channels of a packed row
     static constexpr int kThreads = Warps * kWarp;
     static constexpr int kWarpRows = 8 * Rows;
     static constexpr int kM = Warps * kWarpRows, kN = 4 * Columns;
-    static constexpr int kStride = Dim + 4;               // floats of a row in shared memory
-    static constexpr int kWeightStride = kN + 4;          // the same of a tile of weights
-    static constexpr int kGroup = Dim % 16 == 0 ? 4 : 2;  // channels that a lane owns together
-    static constexpr int kGroups = Dim / (4 * kGroup);    // of its groups, 4 kGroup channels apart
+    static constexpr int kPiece = 16 / sizeof(Element);  // elements of a copy
+    static constexpr int kStride = kDepth + kPiece;      // elements of a row in shared memory
+    static constexpr int kRowFloats = kStride * sizeof(Element) / sizeof(float);
+    static constexpr int kWeightStride = kN + 4;                      // the same of a tile of weights
+    static constexpr int kGroup = !kTensor && Dim % 16 == 0 ? 4 : 2;  // channels that a lane owns together
+    static constexpr int kGroups = Dim / (4 * kGroup);                // of its groups, 4 kGroup channels apart
     static constexpr int kChannels = kGroup * kGroups;
     static constexpr int kRun = kM + kN;  // lags
+    // Column j of a lane, from its first on.
+    static constexpr __host__ __device__ int column(int j) { return kTensor ? 8 * (j / 2) + j % 2 : 4 * j; }
+    static_assert(!kTensor || (Rows % 2 == 0 && Columns % 4 == 0));
     static_assert(Dim % 8 == 0 && Columns % 2 == 0 && kM % kN == 0 && kPackRows % kN == 0 && kM <= kLagPad);
 };
 
@@ -439,13 +471,33 @@ struct Tile {
 // registers more blocks can run at once: what loads and barriers leave idle, another block uses.
 constexpr size_t kMostShared = 97 * 1024;  // beside static arrays
 template <int Dim>
-using ForwardTile = std::conditional_t<(Dim <= 64), Tile<Dim, 4, 4, 8>,
-                                       std::conditional_t<(Dim <= 128), Tile<Dim, 2, 4, 4>, Tile<Dim, 2, 2, 2>>>;
+constexpr auto forward_tile() {
+    if constexpr (Dim <= 64)
+        return Tile<Dim, 4, 4, 8>();
+    else if constexpr (kTensor<Dim>)
+        return Tile<Dim, 4, 2, 8>();
+    else if constexpr (Dim <= 128)
+        return Tile<Dim, 2, 4, 4>();
+    else
+        return Tile<Dim, 2, 2, 2>();
+}
 template <int Dim>
-using BackwardTile =
-    std::conditional_t<(Dim <= 32), Tile<Dim, 4, 4, 8>,
-                       std::conditional_t<(Dim <= 64), Tile<Dim, 4, 2, 8>,
-                                          std::conditional_t<(Dim <= 128), Tile<Dim, 2, 2, 4>, Tile<Dim, 2, 1, 2>>>>;
+constexpr auto backward_tile() {
+    if constexpr (Dim <= 32)
+        return Tile<Dim, 4, 4, 8>();
+    else if constexpr (Dim <= 64)
+        return Tile<Dim, 4, 2, 8>();
+    else if constexpr (kTensor<Dim>)
+        return Tile<Dim, 4, 2, 4>();
+    else if constexpr (Dim <= 128)
+        return Tile<Dim, 2, 2, 4>();
+    else
+        return Tile<Dim, 2, 1, 2>();
+}
+template <int Dim>
+using ForwardTile = decltype(forward_tile<Dim>());
+template <int Dim>
+using BackwardTile = decltype(backward_tile<Dim>());
 
 template <int Rows, int Columns, typename Body>
 __device__ __forceinline__ void for_each(Body body) {
@@ -458,11 +510,93 @@ __device__ __forceinline__ float4 load4(const float* p) {
     return *reinterpret_cast<const float4*>(p);
 }
 
-// scores[i][j] += the product of rows 8 i of `rows` and 4 j of `columns`, both of kStride floats, over the first
-// `channels` channels (whole groups of 4).
+// Where this thread is in its block.
+template <typename Tile>
+struct Lane {
+    int warp, g, q;
+    int row;     // of the block's tile, the first that the lane owns
+    int column;  // of a tile of scores, the first that the lane owns
+
+    __device__ Lane() {
+        const int lane = static_cast<int>(threadIdx.x) % kWarp;
+        warp = static_cast<int>(threadIdx.x) / kWarp;
+        g = lane / 4;
+        q = lane % 4;
+        row = warp * Tile::kWarpRows + g;
+        column = Tile::kTensor ? 2 * q : q;
+    }
+    // The channel of sums[.][n].
+    __device__ int channel(int n) const { return Tile::kGroup * (q + n / Tile::kGroup * 4) + n % Tile::kGroup; }
+};
+
+// d[n] += a b[n] for the rows 16 m .. 16 m + 15, with d in the lane's part of `sums`, and two tiles of 8 columns.
+template <int Rows, int Columns>
+__device__ __forceinline__ void multiply_fragments(float (&sums)[Rows][Columns], int m, int tile, const uint32_t* a,
+                                                   const uint32_t* b) {
+    float d[4] = {sums[2 * m][2 * tile], sums[2 * m][2 * tile + 1], sums[2 * m + 1][2 * tile],
+                  sums[2 * m + 1][2 * tile + 1]};
+    mma_bf16_16x8x16(d, a, b);
+    sums[2 * m][2 * tile] = d[0];
+    sums[2 * m][2 * tile + 1] = d[1];
+    sums[2 * m + 1][2 * tile] = d[2];
+    sums[2 * m + 1][2 * tile + 1] = d[3];
+}
+
+// scores += the product of the warp's rows of `rows` and all of `columns`, both of kStride elements, over the first
+// `channels` channels (whole groups of 16).
+template <typename Tile>
+__device__ __forceinline__ void multiply_rows(float (&scores)[Tile::kRows][Tile::kColumns], const bf16* rows,
+                                              const bf16* columns, int channels, const Lane<Tile>& lane) {
+    const int l = 4 * lane.g + lane.q;
+    rows += (lane.warp * Tile::kWarpRows + l % 16) * Tile::kStride + l / 16 * 8;
+    columns += (l % 8 + l / 16 * 8) * Tile::kStride + l / 8 % 2 * 8;
+    ROLLED for (int c = 0; c < channels; c += 16) {
+        uint32_t a[Tile::kRows / 2][4];
+        UNROLL for (int m = 0; m < Tile::kRows / 2; m++) load_matrix_x4(a[m], rows + 16 * m * Tile::kStride + c);
+        UNROLL for (int n = 0; n < Tile::kN / 16; n++) {
+            uint32_t b[4];
+            load_matrix_x4(b, columns + 16 * n * Tile::kStride + c);
+            UNROLL for (int m = 0; m < Tile::kRows / 2; m++) {
+                multiply_fragments(scores, m, 2 * n, a[m], b);
+                multiply_fragments(scores, m, 2 * n + 1, a[m], b + 2);
+            }
+        }
+    }
+}
+
+// sums += the product of the warp's tile of `weights`, rounded to bf16, with the kN rows of `values`, of kStride
+// elements. A lane's part of a result is its part of an operand: the weights need not leave their registers.
+template <typename Tile>
+__device__ __forceinline__ void multiply_weights(float (&sums)[Tile::kRows][Tile::kChannels],
+                                                 const float (&weights)[Tile::kRows][Tile::kColumns],
+                                                 const bf16* values, const Lane<Tile>& lane) {
+    const int l = 4 * lane.g + lane.q;
+    values += l % 16 * Tile::kStride + l / 16 * 8;
+    UNROLL for (int n = 0; n < Tile::kN / 16; n++) {
+        uint32_t a[Tile::kRows / 2][4];
+        UNROLL for (int m = 0; m < Tile::kRows / 2; m++) {
+            UNROLL for (int k = 0; k < 4; k++) {
+                const float* pair = &weights[2 * m + k % 2][4 * n + k / 2 * 2];
+                a[m][k] = pack_bf16(pair[0], pair[1]);
+            }
+        }
+        UNROLL for (int c = 0; c < Tile::kDim; c += 16) {
+            uint32_t b[4];
+            load_matrix_x4_trans(b, values + 16 * n * Tile::kStride + c);
+            UNROLL for (int m = 0; m < Tile::kRows / 2; m++) {
+                multiply_fragments(sums, m, c / 8, a[m], b);
+                if (c + 8 < Tile::kDim) multiply_fragments(sums, m, c / 8 + 1, a[m], b + 2);
+            }
+        }
+    }
+}
+
+// The same in float: scores[i][j] += the product of rows 8 i and columns 4 j of a lane, over whole groups of 4.
 template <typename Tile>
 __device__ __forceinline__ void multiply_rows(float (&scores)[Tile::kRows][Tile::kColumns], const float* rows,
-                                              const float* columns, int channels) {
+                                              const float* columns, int channels, const Lane<Tile>& lane) {
+    rows += lane.row * Tile::kStride;
+    columns += lane.q * Tile::kStride;
     ROLLED for (int c = 0; c < channels; c += 4) {
         float4 a[Tile::kRows];
         UNROLL for (int i = 0; i < Tile::kRows; i++) a[i] = load4(rows + 8 * i * Tile::kStride + c);
@@ -511,23 +645,6 @@ __device__ __forceinline__ void multiply_columns(float (&sums)[Tile::kRows][Tile
     }
 }
 
-// Where this thread is in its block.
-template <typename Tile>
-struct Lane {
-    int warp, g, q;
-    int row;  // of the block's tile, the first that the lane owns
-
-    __device__ Lane() {
-        const int lane = static_cast<int>(threadIdx.x) % kWarp;
-        warp = static_cast<int>(threadIdx.x) / kWarp;
-        g = lane / 4;
-        q = lane % 4;
-        row = warp * Tile::kWarpRows + g;
-    }
-    // The channel of sums[.][n].
-    __device__ int channel(int n) const { return Tile::kGroup * (q + n / Tile::kGroup * 4) + n % Tile::kGroup; }
-};
-
 // Each warp's own count.
 __device__ __forceinline__ void count_tiles(const Call& call, unsigned tiles) {
     if (call.skips && threadIdx.x % kWarp == 0) atomicAdd(call.tiles_done, tiles);
@@ -535,13 +652,24 @@ __device__ __forceinline__ void count_tiles(const Call& call, unsigned tiles) {
 
 // Asks for `count` rows from `first` on, of T that there are.
 template <typename Tile>
-__device__ __forceinline__ void load_rows(float* shared, const float* packed, int first, int count, int T) {
-    constexpr int kFours = Tile::kDim / 4;
-    for (int index = static_cast<int>(threadIdx.x); index < count * kFours; index += Tile::kThreads) {
-        const int row = index / kFours, four = index % kFours;
-        copy_async_16(shared + row * Tile::kStride + 4 * four,
-                      packed + static_cast<int64_t>(min(first + row, T - 1)) * Tile::kDim + 4 * four);
+__device__ __forceinline__ void load_rows(typename Tile::Element* shared, const typename Tile::Element* packed,
+                                          int first, int count, int T) {
+    constexpr int kPieces = Tile::kDepth / Tile::kPiece;
+    for (int index = static_cast<int>(threadIdx.x); index < count * kPieces; index += Tile::kThreads) {
+        const int row = index / kPieces, piece = index % kPieces;
+        copy_async_16(shared + row * Tile::kStride + Tile::kPiece * piece,
+                      packed + static_cast<int64_t>(min(first + row, T - 1)) * Tile::kDepth + Tile::kPiece * piece);
     }
+}
+// A head's packed rows.
+template <typename Tile>
+__device__ __forceinline__ const typename Tile::Element* rows_of(const void* packed, int head, int T) {
+    return static_cast<const typename Tile::Element*>(packed) + static_cast<int64_t>(head) * T * Tile::kDepth;
+}
+// The channels that products go over.
+template <typename Tile>
+__device__ __forceinline__ int depth_of(int D) {
+    return Tile::kTensor ? (D + 15) / 16 * 16 : (D + 3) / 4 * 4;
 }
 
 // Asks for count floats, a whole number of fours, of an array aligned to 16 bytes.
@@ -564,9 +692,9 @@ __device__ __forceinline__ float quad_sum(float x) {
 
 template <typename Tile>
 struct ForwardShared {
-    static constexpr int kStage = 2 * Tile::kN * Tile::kStride + Tile::kRun;  // keys, values, lags
-    static constexpr int kQuery = Tile::kM * Tile::kStride;
-    static constexpr int kWeights = Tile::kM * Tile::kWeightStride;
+    static constexpr int kStage = 2 * Tile::kN * Tile::kRowFloats + Tile::kRun;  // keys, values, lags
+    static constexpr int kQuery = Tile::kM * Tile::kRowFloats;
+    static constexpr int kWeights = Tile::kTensor ? 0 : Tile::kM * Tile::kWeightStride;
     static constexpr size_t kBytes = sizeof(float) * (kQuery + kWeights + 2 * kStage);
     static_assert(kBytes <= kMostShared);
 };
@@ -580,32 +708,33 @@ __global__ void __launch_bounds__(ForwardTile<Dim>::kThreads)
     attention_forward_kernel(Call call, real* out, float* lse, float* entropy, float* mean_lag) {
     using Tile = ForwardTile<Dim>;
     using Shared = ForwardShared<Tile>;
+    using Element = typename Tile::Element;
     constexpr int kM = Tile::kM, kN = Tile::kN, kRows = Tile::kRows, kColumns = Tile::kColumns;
-    const int T = call.T, channels = (call.D + 3) / 4 * 4;
+    const int T = call.T, channels = depth_of<Tile>(call.D);
     const int head = static_cast<int>(blockIdx.x) % call.heads;
     // The longest rows first, so that the blocks end together.
     const int row_tile = (T + kM - 1) / kM - 1 - static_cast<int>(blockIdx.x) / call.heads, i0 = row_tile * kM;
-    const int64_t packed = static_cast<int64_t>(head) * T * Dim;
     const float* lag_table =
         call.lags + static_cast<int64_t>(call.has_lag_bias ? head % call.H : 0) * call.lag_stride + kLagPad;
     const bool skips = may_skip(call, head);
     const Lane<Tile> lane;
     const int warp_row = i0 + lane.warp * Tile::kWarpRows;
 
-    float* query = dynamic_shared<float>();
-    float* weights = query + Shared::kQuery;
+    Element* query = dynamic_shared<Element>();
+    float* weights = dynamic_shared<float>() + Shared::kQuery;
     float* stages = weights + Shared::kWeights;
     SHARED_ARRAY(float, warp_query, Tile::kWarps);        // norms
     SHARED_ARRAY(float, warp_largest, 2 * Tile::kWarps);  // the least of the running maxima, of even and odd turns
 
     const auto load_tile = [&](int tile, int stage) {
         float* at = stages + stage * Shared::kStage;
-        load_rows<Tile>(at, call.key + packed, tile * kN, kN, T);
-        load_rows<Tile>(at + kN * Tile::kStride, call.value + packed, tile * kN, kN, T);
-        load_run(at + 2 * kN * Tile::kStride, lag_table + (i0 - tile * kN - kN), Tile::kRun);
+        Element* rows = reinterpret_cast<Element*>(at);
+        load_rows<Tile>(rows, rows_of<Tile>(call.key, head, T), tile * kN, kN, T);
+        load_rows<Tile>(rows + kN * Tile::kStride, rows_of<Tile>(call.value, head, T), tile * kN, kN, T);
+        load_run(at + 2 * kN * Tile::kRowFloats, lag_table + (i0 - tile * kN - kN), Tile::kRun);
     };
     int tile = (min(T, i0 + kM) - 1) / kN;
-    load_rows<Tile>(query, call.query + packed, i0, kM, T);
+    load_rows<Tile>(query, rows_of<Tile>(call.query, head, T), i0, kM, T);
     load_tile(tile, 0);
     copy_async_commit();
     if (skips) {
@@ -644,13 +773,14 @@ __global__ void __launch_bounds__(ForwardTile<Dim>::kThreads)
         // Rows that are all older than the keys have nothing to do.
         if (has_come && (visit.warps >> lane.warp & 1) != 0 && warp_row < T && j0 < warp_row + Tile::kWarpRows) {
             tiles_done++;
-            const float* keys = stages + turn % 2 * Shared::kStage;
-            const float* values = keys + kN * Tile::kStride;
-            const float* lags = values + kN * Tile::kStride + kN + lane.row - lane.q;
+            const float* stage = stages + turn % 2 * Shared::kStage;
+            const Element* keys = reinterpret_cast<const Element*>(stage);
+            const Element* values = keys + kN * Tile::kStride;
+            const float* lags = stage + 2 * kN * Tile::kRowFloats + kN + lane.row - lane.column;
             float scores[kRows][kColumns];
-            for_each<kRows, kColumns>([&](int i, int j) { scores[i][j] = lags[8 * i - 4 * j]; });
-            multiply_rows<Tile>(scores, query + lane.row * Tile::kStride, keys + lane.q * Tile::kStride, channels);
-            float* row_weights = weights + lane.row * Tile::kWeightStride;
+            for_each<kRows, kColumns>([&](int i, int j) { scores[i][j] = lags[8 * i - Tile::column(j)]; });
+            multiply_rows<Tile>(scores, query, keys, channels, lane);
+            [[maybe_unused]] float* row_weights = weights + lane.row * Tile::kWeightStride;
             UNROLL for (int i = 0; i < kRows; i++) {
                 float tile_largest = largest[i];
                 UNROLL for (int j = 0; j < kColumns; j++) tile_largest = fmaxf(tile_largest, scores[i][j]);
@@ -661,12 +791,16 @@ __global__ void __launch_bounds__(ForwardTile<Dim>::kThreads)
                 float tile_sum = 0, tile_es = 0, tile_ed = 0;
                 UNROLL for (int j = 0; j < kColumns; j++) {
                     const float shifted = scores[i][j] - reference, e = expf(shifted);
-                    row_weights[8 * i * Tile::kWeightStride + lane.q + 4 * j] = e;
+                    if constexpr (Tile::kTensor)
+                        scores[i][j] = e;
+                    else
+                        row_weights[8 * i * Tile::kWeightStride + lane.q + 4 * j] = e;
                     tile_sum += e;
                     if constexpr (WithStats) {
                         // e is 0 where the score is -infinity, and 0 * -infinity must not be formed.
                         tile_es = fmaf(e, e == 0 ? 0 : shifted, tile_es);
-                        tile_ed = fmaf(e, static_cast<float>(i0 + lane.row + 8 * i - j0 - lane.q - 4 * j), tile_ed);
+                        tile_ed = fmaf(
+                            e, static_cast<float>(i0 + lane.row + 8 * i - j0 - lane.column - Tile::column(j)), tile_ed);
                     }
                 }
                 if constexpr (WithStats) {
@@ -678,8 +812,12 @@ __global__ void __launch_bounds__(ForwardTile<Dim>::kThreads)
                 largest[i] = tile_largest;
                 UNROLL for (int n = 0; n < Tile::kChannels; n++) sums[i][n] *= rescale;
             }
-            __syncwarp();
-            multiply_columns<Tile>(sums, row_weights, values + Tile::kGroup * lane.q);
+            if constexpr (Tile::kTensor) {
+                multiply_weights<Tile>(sums, scores, values, lane);
+            } else {
+                __syncwarp();
+                multiply_columns<Tile>(sums, row_weights, values + Tile::kGroup * lane.q);
+            }
         }
         if (skips) {
             float least = INFINITY;
@@ -722,17 +860,18 @@ __global__ void __launch_bounds__(ForwardTile<Dim>::kThreads)
 
 template <typename Tile>
 struct BackwardShared {
-    static constexpr int kOwn = Tile::kM * Tile::kStride;  // each of two
+    static constexpr int kOwn = Tile::kM * Tile::kRowFloats;  // each of two
     static constexpr int kWeights = Tile::kM * Tile::kWeightStride;
     // dq: keys, values, lags, and sums along diagonals. dkdv: queries, dO, lags, log-sum-exp, delta.
     static constexpr int kDiagonals = Tile::kWarps * (Tile::kWarpRows + Tile::kN);
-    static constexpr int kStage = 2 * Tile::kN * Tile::kStride + Tile::kRun + std::max(kDiagonals, 2 * Tile::kN);
+    static constexpr int kStage = 2 * Tile::kN * Tile::kRowFloats + Tile::kRun + std::max(kDiagonals, 2 * Tile::kN);
     static constexpr size_t kBytes = sizeof(float) * (2 * kOwn + kWeights + 2 * kStage);
     static_assert(kBytes <= kMostShared);
 };
 
-// Writes a warp's rows first + g + 8 i of dq or dk, scaled and rotated back, by way of `shared`, the lane's first row
-// of a tile that nobody else reads any more.
+// Writes a warp's rows first + g + 8 i of dq, dk or dv, scaled and rotated back, by way of `shared`, the lane's first
+// row in the block's own tiles, which nobody else reads any more: rows of kStride floats, which one tile of floats is,
+// or two of bf16.
 template <typename Tile>
 __device__ __forceinline__ void store_rotated(const Call& call, real* dqkv, int head, int part, int first,
                                               float* shared, const Lane<Tile>& lane,
@@ -787,11 +926,11 @@ template <int Dim>
 __global__ void __launch_bounds__(BackwardTile<Dim>::kThreads) attention_dq_kernel(Call call, real* dqkv) {
     using Tile = BackwardTile<Dim>;
     using Shared = BackwardShared<Tile>;
+    using Element = typename Tile::Element;
     constexpr int kM = Tile::kM, kN = Tile::kN, kRows = Tile::kRows, kColumns = Tile::kColumns;
     constexpr int kWarpRun = Tile::kWarpRows + kN;
-    const int T = call.T, channels = (call.D + 3) / 4 * 4, tiles = (T + kM - 1) / kM;
+    const int T = call.T, channels = depth_of<Tile>(call.D), tiles = (T + kM - 1) / kM;
     const int head = static_cast<int>(blockIdx.x) % call.heads, stream = static_cast<int>(blockIdx.x) / call.heads;
-    const int64_t packed = static_cast<int64_t>(head) * T * Dim;
     const float* lag_table =
         call.lags + static_cast<int64_t>(call.has_lag_bias ? head % call.H : 0) * call.lag_stride + kLagPad;
     float* lag_sums = call.lag_sums + (static_cast<int64_t>(head) * call.streams + stream) * T;
@@ -799,14 +938,14 @@ __global__ void __launch_bounds__(BackwardTile<Dim>::kThreads) attention_dq_kern
     const Lane<Tile> lane;
     const int thread = static_cast<int>(threadIdx.x);
 
-    float* query = dynamic_shared<float>();
-    float* dout = query + Shared::kOwn;
-    float* weights = dout + Shared::kOwn;
+    Element* query = dynamic_shared<Element>();
+    Element* dout = query + kM * Tile::kStride;
+    float* weights = dynamic_shared<float>() + 2 * Shared::kOwn;
     float* stages = weights + Shared::kWeights;
     SHARED_ARRAY(float, row_lse, kM);
     SHARED_ARRAY(float, row_delta, kM);
     const auto diagonals_of = [&](int turn) {
-        return stages + turn % 2 * Shared::kStage + 2 * kN * Tile::kStride + Tile::kRun;
+        return stages + turn % 2 * Shared::kStage + 2 * kN * Tile::kRowFloats + Tile::kRun;
     };
     unsigned tiles_done = 0;
     if (call.has_lag_bias)
@@ -818,9 +957,10 @@ __global__ void __launch_bounds__(BackwardTile<Dim>::kThreads) attention_dq_kern
         const int warp_row = i0 + lane.warp * Tile::kWarpRows;
         const auto load_tile = [&](int tile, int stage) {
             float* at = stages + stage * Shared::kStage;
-            load_rows<Tile>(at, call.key + packed, tile * kN, kN, T);
-            load_rows<Tile>(at + kN * Tile::kStride, call.value + packed, tile * kN, kN, T);
-            load_run(at + 2 * kN * Tile::kStride, lag_table + (i0 - tile * kN - kN), Tile::kRun);
+            Element* rows = reinterpret_cast<Element*>(at);
+            load_rows<Tile>(rows, rows_of<Tile>(call.key, head, T), tile * kN, kN, T);
+            load_rows<Tile>(rows + kN * Tile::kStride, rows_of<Tile>(call.value, head, T), tile * kN, kN, T);
+            load_run(at + 2 * kN * Tile::kRowFloats, lag_table + (i0 - tile * kN - kN), Tile::kRun);
         };
         // Adds the sums of the warps for the tile of keys of a turn that all threads are through with.
         const auto add_diagonals = [&](int turn, int tile) {
@@ -847,8 +987,8 @@ __global__ void __launch_bounds__(BackwardTile<Dim>::kThreads) attention_dq_kern
         __syncthreads();  // all are through with the tile of rows before
         // The first tile is tested as well: in backward all bounds are known.
         Visit visit = next_key_tile<Tile>(call, head, skips, (min(T, i0 + kM) - 1) / kN + 1, i0, bounds);
-        load_rows<Tile>(query, call.query + packed, i0, kM, T);
-        load_rows<Tile>(dout, call.dout + packed, i0, kM, T);
+        load_rows<Tile>(query, rows_of<Tile>(call.query, head, T), i0, kM, T);
+        load_rows<Tile>(dout, rows_of<Tile>(call.dout, head, T), i0, kM, T);
         if (visit.tile >= 0) load_tile(visit.tile, 0);
         copy_async_commit();
         float sums[kRows][Tile::kChannels] = {};
@@ -869,25 +1009,32 @@ __global__ void __launch_bounds__(BackwardTile<Dim>::kThreads) attention_dq_kern
             copy_async_commit();
 
             const int j0 = visit.tile * kN;
-            const float* keys = stages + turn % 2 * Shared::kStage;
-            const float* values = keys + kN * Tile::kStride;
+            const float* stage = stages + turn % 2 * Shared::kStage;
+            const Element* keys = reinterpret_cast<const Element*>(stage);
+            const Element* values = keys + kN * Tile::kStride;
             float* runs = diagonals_of(turn) + lane.warp * kWarpRun;
             // Rows that are all older than the keys have nothing to do.
             if ((visit.warps >> lane.warp & 1) != 0 && warp_row < T && j0 < warp_row + Tile::kWarpRows) {
                 tiles_done++;
-                const float* lags = values + kN * Tile::kStride + kN + lane.row - lane.q;
+                const float* lags = stage + 2 * kN * Tile::kRowFloats + kN + lane.row - lane.column;
                 float* row_weights = weights + lane.row * Tile::kWeightStride;
                 float scores[kRows][kColumns], dscores[kRows][kColumns] = {};
-                for_each<kRows, kColumns>([&](int i, int j) { scores[i][j] = lags[8 * i - 4 * j]; });
-                multiply_rows<Tile>(scores, query + lane.row * Tile::kStride, keys + lane.q * Tile::kStride, channels);
-                multiply_rows<Tile>(dscores, dout + lane.row * Tile::kStride, values + lane.q * Tile::kStride,
-                                    channels);
+                for_each<kRows, kColumns>([&](int i, int j) { scores[i][j] = lags[8 * i - Tile::column(j)]; });
+                multiply_rows<Tile>(scores, query, keys, channels, lane);
+                multiply_rows<Tile>(dscores, dout, values, channels, lane);
                 for_each<kRows, kColumns>([&](int i, int j) {
-                    row_weights[8 * i * Tile::kWeightStride + lane.q + 4 * j] =
+                    const float weight =
                         expf(scores[i][j] - row_lse[lane.row + 8 * i]) * (dscores[i][j] - row_delta[lane.row + 8 * i]);
+                    if constexpr (Tile::kTensor) scores[i][j] = weight;
+                    // Also what sums along diagonals read.
+                    if (!Tile::kTensor || call.has_lag_bias)
+                        row_weights[8 * i * Tile::kWeightStride + lane.column + Tile::column(j)] = weight;
                 });
                 __syncwarp();
-                multiply_columns<Tile>(sums, row_weights, keys + Tile::kGroup * lane.q);
+                if constexpr (Tile::kTensor)
+                    multiply_weights<Tile>(sums, scores, keys, lane);
+                else
+                    multiply_columns<Tile>(sums, row_weights, keys + Tile::kGroup * lane.q);
                 if (call.has_lag_bias)
                     sum_diagonals<Tile>(runs, weights + lane.warp * Tile::kWarpRows * Tile::kWeightStride,
                                         thread % kWarp);
@@ -900,7 +1047,8 @@ __global__ void __launch_bounds__(BackwardTile<Dim>::kThreads) attention_dq_kern
         copy_async_wait<0>();  // the rows, where all keys are skipped
         __syncthreads();
         if (call.has_lag_bias && before >= 0) add_diagonals(turn - 1, before);
-        store_rotated<Tile>(call, dqkv, head, 0, warp_row, query + lane.row * Tile::kStride, lane, sums, call.scale);
+        store_rotated<Tile>(call, dqkv, head, 0, warp_row, dynamic_shared<float>() + lane.row * Tile::kStride, lane,
+                            sums, call.scale);
     }
     count_tiles(call, tiles_done);
 }
@@ -933,35 +1081,36 @@ template <int Dim>
 __global__ void __launch_bounds__(BackwardTile<Dim>::kThreads) attention_dkdv_kernel(Call call, real* dqkv) {
     using Tile = BackwardTile<Dim>;
     using Shared = BackwardShared<Tile>;
+    using Element = typename Tile::Element;
     constexpr int kM = Tile::kM, kN = Tile::kN, kRows = Tile::kRows, kColumns = Tile::kColumns;
-    const int T = call.T, channels = (call.D + 3) / 4 * 4, tiles = (T + kN - 1) / kN;
+    const int T = call.T, channels = depth_of<Tile>(call.D), tiles = (T + kN - 1) / kN;
     // Keys with the most rows first.
     const int head = static_cast<int>(blockIdx.x) % call.heads, j0 = static_cast<int>(blockIdx.x) / call.heads * kM;
-    const int64_t packed = static_cast<int64_t>(head) * T * Dim;
     const float* lag_table =
         call.lags + static_cast<int64_t>(call.has_lag_bias ? head % call.H : 0) * call.lag_stride + kLagPad;
     const bool skips = may_skip(call, head);
     const Lane<Tile> lane;
     const int warp_key = j0 + lane.warp * Tile::kWarpRows;
 
-    float* key = dynamic_shared<float>();
-    float* value = key + Shared::kOwn;
-    float* weights = value + Shared::kOwn;
+    Element* key = dynamic_shared<Element>();
+    Element* value = key + kM * Tile::kStride;
+    [[maybe_unused]] float* weights = dynamic_shared<float>() + 2 * Shared::kOwn;
     float* stages = weights + Shared::kWeights;
     const auto load_tile = [&](int tile, int stage) {
         float* at = stages + stage * Shared::kStage;
         const int64_t row = static_cast<int64_t>(head) * call.padded_T + tile * kN;
-        load_rows<Tile>(at, call.query + packed, tile * kN, kN, T);
-        load_rows<Tile>(at + kN * Tile::kStride, call.dout + packed, tile * kN, kN, T);
-        at += 2 * kN * Tile::kStride;
+        Element* rows = reinterpret_cast<Element*>(at);
+        load_rows<Tile>(rows, rows_of<Tile>(call.query, head, T), tile * kN, kN, T);
+        load_rows<Tile>(rows + kN * Tile::kStride, rows_of<Tile>(call.dout, head, T), tile * kN, kN, T);
+        at += 2 * kN * Tile::kRowFloats;
         load_run(at, lag_table + (tile * kN - j0 - kM), Tile::kRun);
         load_run(at + Tile::kRun, call.lse + row, kN);
         load_run(at + Tile::kRun + kN, call.delta + row, kN);
     };
     unsigned tiles_done = 0;
     Visit visit = next_row_tile<Tile>(call, head, skips, j0 / kN - 1, tiles, j0);
-    load_rows<Tile>(key, call.key + packed, j0, kM, T);
-    load_rows<Tile>(value, call.value + packed, j0, kM, T);
+    load_rows<Tile>(key, rows_of<Tile>(call.key, head, T), j0, kM, T);
+    load_rows<Tile>(value, rows_of<Tile>(call.value, head, T), j0, kM, T);
     if (visit.tile < tiles) load_tile(visit.tile, 0);
     copy_async_commit();
 
@@ -976,37 +1125,47 @@ __global__ void __launch_bounds__(BackwardTile<Dim>::kThreads) attention_dkdv_ke
         // Keys that are all newer than the rows have nothing to do.
         if ((visit.warps >> lane.warp & 1) != 0 && warp_key < T && warp_key < (visit.tile + 1) * kN) {
             tiles_done++;
-            const float* queries = stages + turn % 2 * Shared::kStage;
-            const float* douts = queries + kN * Tile::kStride;
-            const float* lags = douts + kN * Tile::kStride;
-            const float* lse = lags + Tile::kRun + lane.q;
+            const float* stage = stages + turn % 2 * Shared::kStage;
+            const Element* queries = reinterpret_cast<const Element*>(stage);
+            const Element* douts = queries + kN * Tile::kStride;
+            const float* lags = stage + 2 * kN * Tile::kRowFloats;
+            const float* lse = lags + Tile::kRun + lane.column;
             const float* delta = lse + kN;
-            float* row_weights = weights + lane.row * Tile::kWeightStride;
-            lags += kM - lane.row + lane.q;
+            [[maybe_unused]] float* row_weights = weights + lane.row * Tile::kWeightStride;
+            lags += kM - lane.row + lane.column;
             float scores[kRows][kColumns], dscores[kRows][kColumns] = {};
-            for_each<kRows, kColumns>([&](int i, int j) { scores[i][j] = lags[4 * j - 8 * i]; });
-            multiply_rows<Tile>(scores, key + lane.row * Tile::kStride, queries + lane.q * Tile::kStride, channels);
+            for_each<kRows, kColumns>([&](int i, int j) { scores[i][j] = lags[Tile::column(j) - 8 * i]; });
+            multiply_rows<Tile>(scores, key, queries, channels, lane);
             for_each<kRows, kColumns>([&](int i, int j) {
-                scores[i][j] = expf(scores[i][j] - lse[4 * j]);
-                row_weights[8 * i * Tile::kWeightStride + lane.q + 4 * j] = scores[i][j];
+                scores[i][j] = expf(scores[i][j] - lse[Tile::column(j)]);
+                if constexpr (!Tile::kTensor) row_weights[8 * i * Tile::kWeightStride + lane.q + 4 * j] = scores[i][j];
             });
-            __syncwarp();
-            multiply_columns<Tile>(value_sums, row_weights, douts + Tile::kGroup * lane.q);
-            multiply_rows<Tile>(dscores, value + lane.row * Tile::kStride, douts + lane.q * Tile::kStride, channels);
-            __syncwarp();
-            for_each<kRows, kColumns>([&](int i, int j) {
-                row_weights[8 * i * Tile::kWeightStride + lane.q + 4 * j] =
-                    scores[i][j] * (dscores[i][j] - delta[4 * j]);
-            });
-            __syncwarp();
-            multiply_columns<Tile>(key_sums, row_weights, queries + Tile::kGroup * lane.q);
+            if constexpr (Tile::kTensor) {
+                multiply_weights<Tile>(value_sums, scores, douts, lane);
+                multiply_rows<Tile>(dscores, value, douts, channels, lane);
+                for_each<kRows, kColumns>(
+                    [&](int i, int j) { scores[i][j] *= dscores[i][j] - delta[Tile::column(j)]; });
+                multiply_weights<Tile>(key_sums, scores, queries, lane);
+            } else {
+                __syncwarp();
+                multiply_columns<Tile>(value_sums, row_weights, douts + Tile::kGroup * lane.q);
+                multiply_rows<Tile>(dscores, value, douts, channels, lane);
+                __syncwarp();
+                for_each<kRows, kColumns>([&](int i, int j) {
+                    row_weights[8 * i * Tile::kWeightStride + lane.q + 4 * j] =
+                        scores[i][j] * (dscores[i][j] - delta[4 * j]);
+                });
+                __syncwarp();
+                multiply_columns<Tile>(key_sums, row_weights, queries + Tile::kGroup * lane.q);
+            }
         }
         visit = next;
     }
     copy_async_wait<0>();  // the keys, where all rows are skipped
     __syncthreads();
-    store_rotated<Tile>(call, dqkv, head, 1, warp_key, key + lane.row * Tile::kStride, lane, key_sums, 1.0f);
-    store_rotated<Tile>(call, dqkv, head, 2, warp_key, value + lane.row * Tile::kStride, lane, value_sums, 1.0f);
+    float* shared = dynamic_shared<float>() + lane.row * Tile::kStride;
+    store_rotated<Tile>(call, dqkv, head, 1, warp_key, shared, lane, key_sums, 1.0f);
+    store_rotated<Tile>(call, dqkv, head, 2, warp_key, shared, lane, value_sums, 1.0f);
     count_tiles(call, tiles_done);
 }
 
@@ -1054,22 +1213,24 @@ Call make_call(Workspace& space, int64_t B, int64_t T, int64_t H, int64_t D, boo
     call.heads = static_cast<int>(B * H);
     int rows_of_tile = 0;
     with_width(D, [&]<int Dim>() {
-        call.width = Dim;
+        call.width = BackwardTile<Dim>::kDepth;
+        call.in_bf16 = BackwardTile<Dim>::kTensor;
         rows_of_tile = BackwardTile<Dim>::kM;
     });
     call.blocks = static_cast<int>(blocks_of(T, kPackRows));
     call.padded_T = call.blocks * kPackRows;
     call.scale = static_cast<float>(1 / std::sqrt(static_cast<double>(D)));
     const int64_t packed = B * H * T * call.width, lag_heads = has_lag_bias ? H : 1;
-    call.query = space.take<float>(packed);
-    call.key = space.take<float>(packed);
-    call.value = space.take<float>(packed);
+    const int64_t packed_floats = call.in_bf16 ? packed / 2 : packed;
+    call.query = space.take<float>(packed_floats);
+    call.key = space.take<float>(packed_floats);
+    call.value = space.take<float>(packed_floats);
     call.has_lag_bias = has_lag_bias;
     call.lag_stride = static_cast<int>(round_up(T + 2 * kLagPad, 4));
     call.lags = space.take<float>(lag_heads * call.lag_stride);
     if (backward) {
         const int64_t tiles = blocks_of(T, rows_of_tile);
-        call.dout = space.take<float>(packed);
+        call.dout = space.take<float>(packed_floats);
         call.lse = space.take<float>(B * H * call.padded_T);
         call.delta = space.take<float>(B * H * call.padded_T);
         call.streams = static_cast<int>(has_lag_bias ? std::clamp<int64_t>(kStreamsWanted / (B * H), 1, tiles) : tiles);
@@ -1128,7 +1289,7 @@ int64_t attention_workspace_floats(int64_t B, int64_t T, int64_t H, int64_t D, b
     return std::max(forward.used, backward.used);
 }
 
-void attention_forward(float* out, float* lse, const AttentionRowStats* stats, const float* qkv,
+void attention_forward(real* out, float* lse, const AttentionRowStats* stats, const real* qkv,
                        const RotaryTable& rotary, const float* lag_bias, float* workspace, int64_t B, int64_t T,
                        int64_t H, int64_t D, AttentionSkipping* skipping) {
     Workspace space = {workspace};
@@ -1155,7 +1316,7 @@ void attention_forward(float* out, float* lse, const AttentionRowStats* stats, c
     });
 }
 
-void attention_backward(float* dqkv, float* dlag_bias, const float* dout, const float* qkv, const float* out,
+void attention_backward(real* dqkv, float* dlag_bias, const real* dout, const real* qkv, const real* out,
                         const float* lse, const RotaryTable& rotary, const float* lag_bias, float* workspace, int64_t B,
                         int64_t T, int64_t H, int64_t D, AttentionSkipping* skipping) {
     Workspace space = {workspace};

@@ -1,8 +1,9 @@
 // Dense products through cuBLASLt. Its matrices are stored by columns: a matrix (rows, columns) of ours is its
 // transpose there, so out = inp weight^T + bias is computed as out^T = weight inp^T, with the bias along the rows.
 //
-// What cuBLASLt's heuristics choose for a problem is kept with it. Float32 means float32 (no tf32), and sums that are
-// split are added up in float in a fixed order, so that the same inputs give the same bits.
+// What cuBLASLt's heuristics choose for a problem is kept with it. Float32 means float32 (no tf32), also for the
+// sums of bf16 products, and sums that are split are added up in float in a fixed order, so that the same inputs give
+// the same bits.
 #include <cublasLt.h>
 
 #include <algorithm>
@@ -28,6 +29,7 @@ static void check(cublasStatus_t status, const char* what) {
 struct Product {
     int64_t m, n, k;
     bool transpose_a, transpose_b, with_bias, accumulate;
+    cudaDataType_t result;  // of d; a, b and the bias are `real`
 };
 
 // What the choice of an algorithm depends on besides.
@@ -42,6 +44,7 @@ struct Plan {
 };
 
 static constexpr size_t kWorkspaceBytes = 32 << 20;
+static constexpr cudaDataType_t kReal = kHalfPrecision ? CUDA_R_16BF : CUDA_R_32F;
 
 static uint32_t alignment(const void* p) {
     const uintptr_t address = reinterpret_cast<uintptr_t>(p);
@@ -66,14 +69,13 @@ static Plan make_plan(const Product& p, const Alignments& alignments) {
     set(CUBLASLT_MATMUL_DESC_TRANSA, p.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N);
     set(CUBLASLT_MATMUL_DESC_TRANSB, p.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N);
     if (p.with_bias) set(CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS);
-    const auto layout = [](cublasLtMatrixLayout_t* made, int64_t rows, int64_t columns) {
-        check(cublasLtMatrixLayoutCreate(made, CUDA_R_32F, static_cast<uint64_t>(rows), static_cast<uint64_t>(columns),
-                                         rows),
+    const auto layout = [](cublasLtMatrixLayout_t* made, cudaDataType_t type, int64_t rows, int64_t columns) {
+        check(cublasLtMatrixLayoutCreate(made, type, static_cast<uint64_t>(rows), static_cast<uint64_t>(columns), rows),
               "layout");
     };
-    layout(&plan.a, p.transpose_a ? p.k : p.m, p.transpose_a ? p.m : p.k);
-    layout(&plan.b, p.transpose_b ? p.n : p.k, p.transpose_b ? p.k : p.n);
-    layout(&plan.d, p.m, p.n);
+    layout(&plan.a, kReal, p.transpose_a ? p.k : p.m, p.transpose_a ? p.m : p.k);
+    layout(&plan.b, kReal, p.transpose_b ? p.n : p.k, p.transpose_b ? p.k : p.n);
+    layout(&plan.d, p.result, p.m, p.n);
 
     cublasLtMatmulPreference_t preference;
     check(cublasLtMatmulPreferenceCreate(&preference), "preference");
@@ -97,7 +99,8 @@ static Plan make_plan(const Product& p, const Alignments& alignments) {
     return plan;
 }
 
-static void multiply(float* d, const float* a, const float* b, const float* bias, const Product& p) {
+static void multiply(void* d, const real* a, const real* b, const real* bias, const Product& p) {
+    // The result's type goes with `accumulate`.
     using Key = std::tuple<int64_t, int64_t, int64_t, bool, bool, bool, bool, uint32_t, uint32_t, uint32_t, uint32_t>;
     static std::map<Key, Plan> plans;
     static void* const workspace = device_alloc(kWorkspaceBytes);
@@ -115,15 +118,20 @@ static void multiply(float* d, const float* a, const float* b, const float* bias
           "product");
 }
 
-void blas_forward(float* out, const float* inp, const float* weight, const float* bias, int64_t N, int64_t C,
-                  int64_t OC) {
-    multiply(
-        out, weight, inp, bias,
-        {.m = OC, .n = N, .k = C, .transpose_a = true, .transpose_b = false, .with_bias = true, .accumulate = false});
+void blas_forward(real* out, const real* inp, const real* weight, const real* bias, int64_t N, int64_t C, int64_t OC) {
+    multiply(out, weight, inp, bias,
+             {.m = OC,
+              .n = N,
+              .k = C,
+              .transpose_a = true,
+              .transpose_b = false,
+              .with_bias = true,
+              .accumulate = false,
+              .result = kReal});
 }
 
-void blas_backward(float* dinp, float* dweight, const float* dout, const float* inp, const float* weight, float*,
-                   int64_t N, int64_t C, int64_t OC) {
+void blas_backward(real* dinp, float* dweight, const real* dout, const real* inp, const real* weight, float*, int64_t N,
+                   int64_t C, int64_t OC) {
     if (dinp != nullptr)
         multiply(dinp, weight, dout, nullptr,
                  {.m = C,
@@ -132,10 +140,17 @@ void blas_backward(float* dinp, float* dweight, const float* dout, const float* 
                   .transpose_a = false,
                   .transpose_b = false,
                   .with_bias = false,
-                  .accumulate = false});
-    multiply(
-        dweight, inp, dout, nullptr,
-        {.m = C, .n = OC, .k = N, .transpose_a = false, .transpose_b = true, .with_bias = false, .accumulate = true});
+                  .accumulate = false,
+                  .result = kReal});
+    multiply(dweight, inp, dout, nullptr,
+             {.m = C,
+              .n = OC,
+              .k = N,
+              .transpose_a = false,
+              .transpose_b = true,
+              .with_bias = false,
+              .accumulate = true,
+              .result = CUDA_R_32F});
 }
 
 int64_t blas_workspace_floats(int64_t, int64_t, int64_t) {

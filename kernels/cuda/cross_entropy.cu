@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kThreads)
     }
 }
 
-void cross_entropy(float* losses, float* dlogits, const float* logits, const int32_t* targets, float scale, int64_t N,
+void cross_entropy(float* losses, real* dlogits, const real* logits, const int32_t* targets, float scale, int64_t N,
                    int64_t V) {
     launch(cross_entropy_kernel, blocks_for(N, kWarpsPerBlock), kThreads, 0, device_stream(), losses, dlogits, logits,
            targets, scale, N, V);

@@ -39,7 +39,7 @@ DecodeShape shape_of(int64_t T, int64_t H, int64_t D) {
 }
 
 // A thread for four channels of one row of one head. Rows lie together in a block, for the sake of the keys.
-__global__ void attention_cache_kernel(float* key_cache, float* value_cache, const real* qkv, RotaryTable rotary,
+__global__ void attention_cache_kernel(real* key_cache, real* value_cache, const real* qkv, RotaryTable rotary,
                                        int64_t first, int64_t rows, DecodeShape shape) {
     const int D = shape.D, groups = (D + 3) / 4;
     const int64_t index = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -47,22 +47,22 @@ __global__ void attention_cache_kernel(float* key_cache, float* value_cache, con
     if (h >= shape.H) return;
     const int64_t C = static_cast<int64_t>(shape.H) * D, t = first + row;
     const real* source = qkv + row * 3 * C + C + h * D;
-    float* keys = key_cache + (h * shape.segments + t / kSegment) * D * kSegment + t % kSegment;
-    float* values = value_cache + (h * shape.segments * kSegment + t) * D;
+    real* keys = key_cache + (h * shape.segments + t / kSegment) * D * kSegment + t % kSegment;
+    real* values = value_cache + (h * shape.segments * kSegment + t) * D;
     float key[4];
     for (int e = 0; e < 4; e++) key[e] = 4 * group + e < D ? load(source + 4 * group + e) : 0;
     rotate_channels(key, rotary, t, group, true);
     for (int e = 0; e < 4; e++) {
         const int64_t c = 4 * group + e;
         if (c >= D) break;
-        keys[c * kSegment] = key[e];
-        values[c] = load(source + C + c);
+        store(keys + c * kSegment, key[e]);
+        store(values + c, load(source + C + c));
     }
 }
 
 // Of segment s of head h, at parts + (h segments + s) (D + 2): the largest score, the sum of the weights, and (D).
 __global__ void __launch_bounds__(kSegment)
-    attention_decode_kernel(float* parts, const real* qkv, const float* key_cache, const float* value_cache,
+    attention_decode_kernel(float* parts, const real* qkv, const real* key_cache, const real* value_cache,
                             RotaryTable rotary, const float* lag_bias, int64_t position, int64_t T, DecodeShape shape) {
     SHARED_ARRAY(float, query, kSegment);
     SHARED_ARRAY(float, weights, kSegment);
@@ -71,8 +71,8 @@ __global__ void __launch_bounds__(kSegment)
     const int D = shape.D, thread = static_cast<int>(threadIdx.x), warp = thread / kWarp, lane = thread % kWarp;
     const int64_t segment = blockIdx.x, h = blockIdx.y, begin = segment * kSegment;
     const int keys = static_cast<int>(min(static_cast<int64_t>(kSegment), position + 1 - begin));
-    const float* segment_keys = key_cache + (h * shape.segments + segment) * D * kSegment;
-    const float* segment_values = value_cache + (h * shape.segments * kSegment + begin) * D;
+    const real* segment_keys = key_cache + (h * shape.segments + segment) * D * kSegment;
+    const real* segment_values = value_cache + (h * shape.segments * kSegment + begin) * D;
     float* part = parts + (h * gridDim.x + segment) * (D + 2);
 
     if (4 * thread < D) {
@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(kSegment)
     float score = -INFINITY;
     if (thread < keys) {
         score = lag_bias != nullptr ? lag_bias[h * T + position - begin - thread] : 0;
-        for (int c = 0; c < D; c++) score = fmaf(query[c], segment_keys[c * kSegment + thread], score);
+        for (int c = 0; c < D; c++) score = fmaf(query[c], load(segment_keys + c * kSegment + thread), score);
     }
     const float largest_of_warp = warp_max(score);
     if (lane == 0) warp_results[warp] = largest_of_warp;
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(kSegment)
     float sum = 0;
     if (step < steps)
         for (int j = step; j < keys; j += steps)
-            sum = fmaf(weights[j], segment_values[static_cast<int64_t>(j) * D + c], sum);
+            sum = fmaf(weights[j], load(segment_values + static_cast<int64_t>(j) * D + c), sum);
     sums[thread] = sum;
     __syncthreads();
     if (thread >= D) return;
@@ -140,11 +140,11 @@ __global__ void __launch_bounds__(kSegment)
 
 }  // namespace
 
-int64_t attention_cache_floats(int64_t T, int64_t H, int64_t D) {
+int64_t attention_cache_size(int64_t T, int64_t H, int64_t D) {
     return H * segments_of(T) * D * kSegment;
 }
 
-void attention_cache(float* key_cache, float* value_cache, const float* qkv, const RotaryTable& rotary, int64_t first,
+void attention_cache(real* key_cache, real* value_cache, const real* qkv, const RotaryTable& rotary, int64_t first,
                      int64_t rows, int64_t T, int64_t H, int64_t D) {
     const DecodeShape shape = shape_of(T, H, D);
     constexpr int64_t kThreads = 128;
@@ -157,7 +157,7 @@ int64_t attention_decode_workspace_floats(int64_t T, int64_t H, int64_t D) {
     return H * segments_of(T) * (D + 2);
 }
 
-void attention_decode(float* out, const float* qkv, const float* key_cache, const float* value_cache,
+void attention_decode(real* out, const real* qkv, const real* key_cache, const real* value_cache,
                       const RotaryTable& rotary, const float* lag_bias, float* workspace, int64_t position, int64_t T,
                       int64_t H, int64_t D) {
     const DecodeShape shape = shape_of(T, H, D);

@@ -46,8 +46,9 @@
 #include <stdexcept>
 #include <string>
 
+#include "kernels/real.h"
+
 #ifdef __CUDACC__
-#include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
 #include <tuple>
@@ -105,13 +106,6 @@ __device__ __forceinline__ void copy_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
-using bf16 = __nv_bfloat16;
-__host__ __device__ __forceinline__ float to_float(bf16 x) {
-    return __bfloat162float(x);
-}
-__host__ __device__ __forceinline__ bf16 to_bf16(float x) {
-    return __float2bfloat16_rn(x);
-}
 __device__ __forceinline__ uint32_t pack_bf16(float lo, float hi) {
     uint32_t packed;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(hi), "f"(lo));
@@ -210,9 +204,7 @@ cudaStream_t device_stream();
 inline constexpr int kWarp = 32;
 inline constexpr unsigned kAllLanes = 0xffffffffu;
 
-// What activations are kept in. Kernels read and write it with load and store alone.
-using real = float;
-
+// Kernels read and write `real` with load and store alone.
 __device__ __forceinline__ float load(const float* p) {
     return *p;
 }

@@ -1,5 +1,5 @@
-// Exact GELU and the residual add: one pass over memory, bound by it. Each thread loads its values before it stores
-// one, so that the loads overlap also where the output is the input.
+// Exact GELU, the residual add and rounding: one pass over memory, bound by it. Each thread loads its values before it
+// stores one, so that the loads overlap also where the output is the input.
 #include "kernels/cuda/runtime.h"
 #include "kernels/ops.h"
 
@@ -46,16 +46,26 @@ __global__ void __launch_bounds__(kThreads)
         if (const int64_t i = begin + k * kThreads; i < n) store(out + i, x[k] + y[k]);
 }
 
-void gelu_forward(float* out, const float* inp, int64_t n) {
+__global__ void __launch_bounds__(kThreads) round_to_bf16_kernel(bf16* out, const float* x, int64_t n) {
+    const int64_t begin = tile_begin();
+    for (int k = 0; k < kValues; k++)
+        if (const int64_t i = begin + k * kThreads; i < n) store(out + i, x[i]);
+}
+
+void gelu_forward(real* out, const real* inp, int64_t n) {
     launch(gelu_forward_kernel, blocks_for(n, kTile), kThreads, 0, device_stream(), out, inp, n);
 }
 
-void gelu_backward(float* dinp, const float* dout, const float* inp, int64_t n) {
+void gelu_backward(real* dinp, const real* dout, const real* inp, int64_t n) {
     launch(gelu_backward_kernel, blocks_for(n, kTile), kThreads, 0, device_stream(), dinp, dout, inp, n);
 }
 
-void residual_forward(float* out, const float* a, const float* b, int64_t n) {
+void residual_forward(real* out, const real* a, const real* b, int64_t n) {
     launch(residual_forward_kernel, blocks_for(n, kTile), kThreads, 0, device_stream(), out, a, b, n);
+}
+
+void round_to_bf16(bf16* out, const float* x, int64_t n) {
+    launch(round_to_bf16_kernel, blocks_for(n, kTile), kThreads, 0, device_stream(), out, x, n);
 }
 
 }  // namespace jetlag

@@ -94,12 +94,12 @@ __global__ void __launch_bounds__(kWarp* kSumWarps)
     dweight[value * C + c] += static_cast<float>(total);
 }
 
-void embedding_forward(float* out, const float* weight, const int32_t* tokens, int64_t N, int64_t C) {
+void embedding_forward(real* out, const float* weight, const int32_t* tokens, int64_t N, int64_t C) {
     launch(embedding_forward_kernel, blocks_for(N, kWarpsPerBlock), kThreads, 0, device_stream(), out, weight, tokens,
            N, C);
 }
 
-void embedding_backward(float* dweight, const float* dout, const int32_t* tokens, int64_t N, int64_t V, int64_t C) {
+void embedding_backward(float* dweight, const real* dout, const int32_t* tokens, int64_t N, int64_t V, int64_t C) {
     const unsigned chunks = blocks_for(N, kChunkTokens);
     int32_t* order =
         static_cast<int32_t*>(device_scratch(static_cast<size_t>(N + V + chunks * (V + 1)) * sizeof(int32_t)));

@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kThreads)
     }
 }
 
-void layernorm_forward(float* out, float* mean, float* rstd, const float* inp, const float* weight, const float* bias,
+void layernorm_forward(real* out, float* mean, float* rstd, const real* inp, const float* weight, const float* bias,
                        int64_t N, int64_t C) {
     launch(layernorm_forward_kernel, blocks_for(N, kWarpsPerBlock), kThreads, 0, device_stream(), out, mean, rstd, inp,
            weight, bias, N, C);
@@ -85,7 +85,7 @@ int64_t layernorm_workspace_floats(int64_t N, int64_t C) {
     return 2 * backward_chunks(N) * C;
 }
 
-void layernorm_backward(float* dinp, float* dweight, float* dbias, const float* dout, const float* inp,
+void layernorm_backward(real* dinp, float* dweight, float* dbias, const real* dout, const real* inp,
                         const float* weight, const float* mean, const float* rstd, float* workspace, int64_t N,
                         int64_t C) {
     // Sums of many channels leave shared memory for fewer warps.

@@ -30,23 +30,23 @@ __global__ void __launch_bounds__(kWarp* kBiasRows)
     partial[blockIdx.y * OC + column] = sum;
 }
 
-__global__ void __launch_bounds__(kThreads) linear_forward_row_kernel(real* out, const real* inp, const real* weight,
-                                                                      const float* bias, int64_t C, int64_t OC) {
+__global__ void __launch_bounds__(kThreads)
+    linear_forward_row_kernel(real* out, const real* inp, const real* weight, const real* bias, int64_t C, int64_t OC) {
     const int lane = static_cast<int>(threadIdx.x) % kWarp;
     const int64_t o = static_cast<int64_t>(blockIdx.x) * kWarpsPerBlock + threadIdx.x / kWarp;
     if (o >= OC) return;  // the whole warp
     float sum = 0;
     for (int64_t c = lane; c < C; c += kWarp) sum = fmaf(load(inp + c), load(weight + o * C + c), sum);
     sum = warp_sum(sum);
-    if (lane == 0) store(out + o, bias[o] + sum);
+    if (lane == 0) store(out + o, load(bias + o) + sum);
 }
 
-void linear_forward(float* out, const float* inp, const float* weight, const float* bias, int64_t N, int64_t C,
+void linear_forward(real* out, const real* inp, const real* weight, const real* bias, int64_t N, int64_t C,
                     int64_t OC) {
     blas_forward(out, inp, weight, bias, N, C, OC);
 }
 
-void linear_forward_row(float* out, const float* inp, const float* weight, const float* bias, int64_t C, int64_t OC) {
+void linear_forward_row(real* out, const real* inp, const real* weight, const real* bias, int64_t C, int64_t OC) {
     launch(linear_forward_row_kernel, blocks_for(OC, kWarpsPerBlock), kThreads, 0, device_stream(), out, inp, weight,
            bias, C, OC);
 }
@@ -61,8 +61,8 @@ int64_t linear_workspace_floats(int64_t N, int64_t C, int64_t OC) {
     return blas_workspace_floats(N, C, OC) + bias_chunks(N) * OC;
 }
 
-void linear_backward(float* dinp, float* dweight, float* dbias, const float* dout, const float* inp,
-                     const float* weight, float* workspace, int64_t N, int64_t C, int64_t OC) {
+void linear_backward(real* dinp, float* dweight, float* dbias, const real* dout, const real* inp, const real* weight,
+                     float* workspace, int64_t N, int64_t C, int64_t OC) {
     blas_backward(dinp, dweight, dout, inp, weight, workspace, N, C, OC);
     const int64_t chunks = bias_chunks(N);
     float* partial = workspace + blas_workspace_floats(N, C, OC);

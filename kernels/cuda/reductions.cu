@@ -60,7 +60,8 @@ __device__ __forceinline__ Moments block_moments(double sum, double squares, flo
     return total;
 }
 
-__global__ void __launch_bounds__(kThreads) moments_kernel(Moments* partial, const real* x, int64_t n) {
+template <typename T>
+__global__ void __launch_bounds__(kThreads) moments_kernel(Moments* partial, const T* x, int64_t n) {
     const int64_t begin = blockIdx.x * kReduceChunk, end = min(n, begin + kReduceChunk);
     double sum = 0, squares = 0;
     float largest = 0;
@@ -90,9 +91,10 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // Moments of the whole into total, and their norm, each unless it is nullptr.
-static void launch_moments(Moments* total, double* norm, Moments* partial, const float* x, int64_t n) {
+template <typename T>
+static void launch_moments(Moments* total, double* norm, Moments* partial, const T* x, int64_t n) {
     const unsigned blocks = blocks_for(n, kReduceChunk);
-    launch(moments_kernel, blocks, kThreads, 0, device_stream(), partial, x, n);
+    launch(moments_kernel<T>, blocks, kThreads, 0, device_stream(), partial, x, n);
     launch(total_moments_kernel, 1, kThreads, 0, device_stream(), total, norm, partial, blocks);
 }
 
@@ -104,13 +106,21 @@ void euclidean_norm(double* norm, const float* x, int64_t n) {
     launch_moments(nullptr, norm, moments_scratch(n), x, n);
 }
 
-Moments moments(const float* x, int64_t n) {
+template <typename T>
+static Moments moments_of(const T* x, int64_t n) {
     Moments result;
     if (n == 0) return result;
     Moments* total = moments_scratch(n);
     launch_moments(total, nullptr, total + 1, x, n);
     copy_to_host(&result, total, sizeof(result));
     return result;
+}
+
+Moments moments(const float* x, int64_t n) {
+    return moments_of(x, n);
+}
+Moments moments(const bf16* x, int64_t n) {
+    return moments_of(x, n);
 }
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -126,7 +136,8 @@ __device__ __forceinline__ int64_t block_smallest(int64_t x) {
     return x;
 }
 
-__global__ void __launch_bounds__(kThreads) first_nonfinite_kernel(int64_t* firsts, const real* x, int64_t n) {
+template <typename T>
+__global__ void __launch_bounds__(kThreads) first_nonfinite_kernel(int64_t* firsts, const T* x, int64_t n) {
     const int64_t begin = blockIdx.x * kReduceChunk, end = min(n, begin + kReduceChunk);
     int64_t first = INT64_MAX;
     for (int64_t i = begin + threadIdx.x; i < end && first == INT64_MAX; i += kThreads)
@@ -142,15 +153,23 @@ __global__ void __launch_bounds__(kThreads) smallest_kernel(int64_t* smallest, c
     if (threadIdx.x == 0) *smallest = found;
 }
 
-int64_t first_nonfinite(const float* x, int64_t n) {
+template <typename T>
+static int64_t first_nonfinite_of(const T* x, int64_t n) {
     if (n == 0) return -1;
     const unsigned blocks = blocks_for(n, kReduceChunk);
     int64_t* first = static_cast<int64_t*>(device_scratch((blocks + 1) * sizeof(int64_t)));
-    launch(first_nonfinite_kernel, blocks, kThreads, 0, device_stream(), first + 1, x, n);
+    launch(first_nonfinite_kernel<T>, blocks, kThreads, 0, device_stream(), first + 1, x, n);
     launch(smallest_kernel, 1, kThreads, 0, device_stream(), first, first + 1, blocks);
     int64_t result;
     copy_to_host(&result, first, sizeof(result));
     return result == INT64_MAX ? -1 : result;
+}
+
+int64_t first_nonfinite(const float* x, int64_t n) {
+    return first_nonfinite_of(x, n);
+}
+int64_t first_nonfinite(const bf16* x, int64_t n) {
+    return first_nonfinite_of(x, n);
 }
 
 }  // namespace jetlag

@@ -320,17 +320,6 @@ void copy_async_wait() {
     emu::copy_async_wait(N);
 }
 
-struct bf16 {
-    uint16_t bits;
-};
-inline float to_float(bf16 x) {
-    return std::bit_cast<float>(static_cast<uint32_t>(x.bits) << 16);
-}
-inline bf16 to_bf16(float x) {
-    const uint32_t bits = std::bit_cast<uint32_t>(x);
-    if (x != x) return {0x7fff};  // CUDA's NaN
-    return {static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
-}
 inline uint32_t pack_bf16(float lo, float hi) {
     return static_cast<uint32_t>(to_bf16(hi).bits) << 16 | to_bf16(lo).bits;
 }

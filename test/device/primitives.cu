@@ -236,7 +236,8 @@ __global__ void conversions_kernel(uint32_t* out, const float* x, int n) {
     out[n + i] = __float_as_uint(to_float(rounded));
     out[2 * n + i] = pack_bf16(x[i], -x[i]);
     out[3 * n + i] = to_tf32(x[i]);
-    out[4 * n + i] = __float_as_uint(load(&stored)) | (load(&kept) == x[i] || x[i] != x[i] ? 0u : 1u);
+    out[4 * n + i] =
+        __float_as_uint(load(&stored)) | (load(&kept) == to_float(to_real(x[i])) || x[i] != x[i] ? 0u : 1u);
 }
 
 __global__ void atomics_kernel(int32_t* out, int32_t* block_sums, unsigned* blocks_done, const int32_t* x, int n) {

@@ -19,7 +19,7 @@ TEST(DeviceEmbedding, LargeVocabularyAndManyColumns) {
             const Floats dout = normals(generator, N * C), before = normals(generator, V * C);
             const std::vector<int32_t> tokens = random_tokens(generator, N, V);
             const FloatBuffer dweight(before);
-            embedding_backward(dweight.data(), FloatBuffer(dout).data(), TokenBuffer(tokens).data(), N, V, C);
+            embedding_backward(dweight.data(), RealBuffer(dout).data(), TokenBuffer(tokens).data(), N, V, C);
             Doubles want = to_doubles(before);
             reference::embedding_backward(to_doubles(dout), tokens, C, want);
             const Floats found = dweight.read();
@@ -43,16 +43,17 @@ TEST(DeviceLayerNorm, LongRowsAndManyChunks) {
         Doubles want_dinp = reference::layernorm_backward(to_doubles(dout), to_doubles(x), to_doubles(weight),
                                                           want_dweight, want_dbias);
         for (int64_t i = 0; i < N * C; i++) want_dinp[i] += dinp_before[i];
-        const FloatBuffer inp(x), device_weight(weight), out(N * C), mean(N), rstd(N), dinp(dinp_before);
+        const RealBuffer inp(x), out(N * C), dinp(dinp_before);
+        const FloatBuffer device_weight(weight), mean(N), rstd(N);
         const FloatBuffer dweight(Floats(weight.size(), 0.0f)), dbias(Floats(weight.size(), 0.0f));
         const FloatBuffer workspace(layernorm_workspace_floats(N, C));
         layernorm_forward(out.data(), mean.data(), rstd.data(), inp.data(), device_weight.data(),
                           FloatBuffer(bias).data(), N, C);
-        layernorm_backward(dinp.data(), dweight.data(), dbias.data(), FloatBuffer(dout).data(), inp.data(),
+        layernorm_backward(dinp.data(), dweight.data(), dbias.data(), RealBuffer(dout).data(), inp.data(),
                            device_weight.data(), mean.data(), rstd.data(), workspace.data(), N, C);
         // Three channels: where two of them nearly agree, rstd multiplies the rounding of x - mean.
-        EXPECT_LE(relative_error(out.read(), want_out), 2e-6);
-        EXPECT_LE(relative_error(dinp.read(), want_dinp), C == 3 ? 2e-5 : 2e-6);
+        EXPECT_LE(relative_error(out.read(), want_out), 2e-6 + kRealRounding);
+        EXPECT_LE(relative_error(dinp.read(), want_dinp), (C == 3 ? 2e-5 : 2e-6) + kRealRounding);
         EXPECT_LE(relative_error(dweight.read(), want_dweight), 4e-6);
         EXPECT_LE(relative_error(dbias.read(), want_dbias), 4e-6);
         workspace.read();
@@ -63,14 +64,15 @@ TEST(DeviceLinear, ManyRowsOfBiasGradient) {
     TorchGenerator generator = make_generator(3);
     const int64_t N = 40000, C = 2, OC = 33;
     const Floats x = normals(generator, N * C), weight = normals(generator, OC * C), dout = normals(generator, N * OC);
-    const FloatBuffer dinp(N * C), dweight(Floats(static_cast<size_t>(OC * C), 0.0f));
+    const RealBuffer dinp(N * C);
+    const FloatBuffer dweight(Floats(static_cast<size_t>(OC * C), 0.0f));
     const FloatBuffer dbias(Floats(static_cast<size_t>(OC), 0.0f)), workspace(linear_workspace_floats(N, C, OC));
-    linear_backward(dinp.data(), dweight.data(), dbias.data(), FloatBuffer(dout).data(), FloatBuffer(x).data(),
-                    FloatBuffer(weight).data(), workspace.data(), N, C, OC);
+    linear_backward(dinp.data(), dweight.data(), dbias.data(), RealBuffer(dout).data(), RealBuffer(x).data(),
+                    RealBuffer(weight).data(), workspace.data(), N, C, OC);
     Doubles want_dweight(static_cast<size_t>(OC * C), 0), want_dbias(static_cast<size_t>(OC), 0);
     const Doubles want =
         reference::linear_backward(to_doubles(dout), to_doubles(x), to_doubles(weight), want_dweight, want_dbias);
-    EXPECT_LE(relative_error(dinp.read(), want), 2e-6);
+    EXPECT_LE(relative_error(dinp.read(), want), 2e-6 + kRealRounding);
     EXPECT_LE(distance(dweight.read(), want_dweight), 2e-6 * norm(dout));
     EXPECT_LE(distance(dbias.read(), want_dbias), 2e-6 * norm(dout));
     workspace.read();
@@ -122,6 +124,30 @@ TEST(DeviceLagBias, ManyCoefficientsAndLags) {
         spec.module->coefficients_gradient(spec, parameters.data(), h, c.data(), dc.data(), want.data());
     }
     EXPECT_LE(relative_error(gradient.read(), to_doubles(want)), 1e-6);
+}
+
+TEST(DeviceReductions, OfBf16) {
+    TorchGenerator generator = make_generator(6);
+    const int64_t n = 40001;
+    std::vector<bf16> x;
+    long double sum = 0, squares = 0;
+    for (const float value : normals(generator, n)) {
+        x.push_back(to_bf16(value));
+        sum += to_float(x.back());
+        squares += static_cast<long double>(to_float(x.back())) * to_float(x.back());
+    }
+    const DeviceArray<bf16> device(n), again(n);
+    copy_to_device(device.data, x.data(), device.bytes());
+    EXPECT_NEAR(moments(device.data, n).sum, static_cast<double>(sum), 1e-9);
+    EXPECT_NEAR(moments(device.data, n).sum_of_squares / static_cast<double>(squares), 1, 1e-13);
+    EXPECT_EQ(first_nonfinite(device.data, n), -1);
+    x[30000] = to_bf16(kInfinity);
+    copy_to_device(again.data, x.data(), again.bytes());
+    EXPECT_EQ(first_nonfinite(again.data, n), 30000);
+    const Floats values = normals(generator, n, 1, 0.1f);
+    round_to_bf16(again.data, FloatBuffer(values).data(), n);
+    copy_to_host(x.data(), again.data, again.bytes());
+    for (int64_t i = 0; i < n; i++) EXPECT_EQ(x[static_cast<size_t>(i)].bits, to_bf16(values[i]).bits);
 }
 
 }  // namespace
