@@ -412,7 +412,7 @@ TEST(AdamW, FollowsPyTorchsFormula) {
 
 TEST(Graphs, DoWhatTheirOpsDo) {
     const bool cpu = std::string(backend_name()) == "cpu";
-    const FloatBuffer a(Floats{1, 2, 3}), sum(Floats(3, 0.0f));
+    const RealBuffer a(Floats{1, 2, 3}), sum(Floats(3, 0.0f));
     int calls = 0;
     const auto ops = [&] {
         calls++;
