@@ -227,6 +227,14 @@ void add_passes(std::vector<Case>& cases, int64_t N, const ModelShape& s) {
                                                C);
                          })};
                      }});
+    cases.push_back({op_row("residual_layernorm_forward" + rows, 0, 4 * bytes), [=] {
+                         const auto weight = shared_array(floats(C), 1), bias = shared_array(floats(C), 1);
+                         return Work{
+                             rotating({N * C, N * C, N * C, N * C, floats(N), floats(N)}, 1, [=](const Arrays& a) {
+                                 residual_layernorm_forward(a[0].data, a[1].data, a[4].data, a[5].data, a[2].data,
+                                                            a[3].data, weight->data, bias->data, N, C);
+                             })};
+                     }});
     cases.push_back({op_row("layernorm_backward" + rows, 0, 4 * bytes), [=] {
                          const auto weight = shared_array(floats(C), 1), dweight = shared_array(floats(C), 1),
                                     dbias = shared_array(floats(C), 1),

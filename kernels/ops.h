@@ -168,6 +168,9 @@ void embedding_backward(float* dweight, const real* dout, const int32_t* tokens,
 // LayerNorm over C with eps 1e-5. out: (N, C); mean, rstd: (N); weight, bias: (C).
 void layernorm_forward(real* out, float* mean, float* rstd, const real* inp, const float* weight, const float* bias,
                        int64_t N, int64_t C);
+// sum = a + b (N, C), and of it what layernorm_forward makes, with the same bits, in one pass; sum may be a.
+void residual_layernorm_forward(real* sum, real* out, float* mean, float* rstd, const real* a, const real* b,
+                                const float* weight, const float* bias, int64_t N, int64_t C);
 // dinp: (N, C) += (the residual stream); dweight, dbias: (C) +=. workspace: layernorm_workspace_floats(N, C).
 void layernorm_backward(real* dinp, float* dweight, float* dbias, const real* dout, const real* inp,
                         const float* weight, const float* mean, const float* rstd, float* workspace, int64_t N,

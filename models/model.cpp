@@ -482,9 +482,8 @@ static void forward_block(const ModelShape& s, const BlockTensors& w, const Bloc
         real *hidden = a.hidden + kept * mlp, *gelu = a.gelu + kept * mlp;
         forward_dense(acts.projection, a.attention + n * C, dense.out_proj, rows, C, C, N);
         lap(times, "dense forward");
-        residual_forward(middle, in + n * C, acts.projection, rows * C);
-        lap(times, "residual");
-        layernorm_forward(norm2, a.norm2_mean + n, a.norm2_rstd + n, middle, w.norm2_weight, w.norm2_bias, rows, C);
+        residual_layernorm_forward(middle, norm2, a.norm2_mean + n, a.norm2_rstd + n, in + n * C, acts.projection,
+                                   w.norm2_weight, w.norm2_bias, rows, C);
         lap(times, "layernorm");
         forward_dense(hidden, norm2, dense.mlp0, rows, C, mlp, N);
         lap(times, "dense forward");

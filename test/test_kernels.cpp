@@ -266,6 +266,32 @@ TEST(Gelu, NothingHidesANanOrAnInfinity) {
     });
 }
 
+TEST(LayerNorm, AfterAResidualAddTheSameBits) {
+    TorchGenerator generator = make_generator(18);
+    for (const int64_t N : {1, 3, 1100})
+        for (const int64_t C : {1, 7, 32, 97, 257})
+            for_each_simd_target([&] {
+                SCOPED_TRACE(fmt::format("N {} C {}", N, C));
+                const RealBuffer a(normals(generator, N * C)), b(normals(generator, N * C));
+                const RealBuffer want_sum(N * C), want(N * C), sum(N * C), out(N * C), out_in_place(N * C);
+                const FloatBuffer weight(normals(generator, C)), bias(normals(generator, C));
+                const FloatBuffer want_mean(N), want_rstd(N), mean(N), rstd(N);
+                residual_forward(want_sum.data(), a.data(), b.data(), N * C);
+                layernorm_forward(want.data(), want_mean.data(), want_rstd.data(), want_sum.data(), weight.data(),
+                                  bias.data(), N, C);
+                residual_layernorm_forward(sum.data(), out.data(), mean.data(), rstd.data(), a.data(), b.data(),
+                                           weight.data(), bias.data(), N, C);
+                EXPECT_TRUE(same_bits(sum.read(), want_sum.read()));
+                EXPECT_TRUE(same_bits(out.read(), want.read()));
+                EXPECT_TRUE(same_bits(mean.read(), want_mean.read()));
+                EXPECT_TRUE(same_bits(rstd.read(), want_rstd.read()));
+                residual_layernorm_forward(a.data(), out_in_place.data(), mean.data(), rstd.data(), a.data(), b.data(),
+                                           weight.data(), bias.data(), N, C);
+                EXPECT_TRUE(same_bits(a.read(), want_sum.read()));
+                EXPECT_TRUE(same_bits(out_in_place.read(), want.read()));
+            });
+}
+
 TEST(Residual, AddsAndMayAliasItsFirstArgument) {
     TorchGenerator generator = make_generator(6);
     for (const int64_t n : {1, 7, 64, 100003}) {
@@ -535,13 +561,17 @@ TEST(Determinism, LayerNorm) {
     const RealBuffer x(normals(generator, N * C)), dout(normals(generator, N * C));
     const Floats dinp_before = normals(generator, N * C);
     expect_same_for_every_thread_count([&] {
-        const RealBuffer out(N * C), dinp(dinp_before);
+        const RealBuffer out(N * C), dinp(dinp_before), sum(N * C), sum_out(N * C);
         const FloatBuffer mean(N), rstd(N), dweight(Floats(97, 0.1f));
         const FloatBuffer dbias(Floats(97, 0.1f)), workspace(layernorm_workspace_floats(N, C));
         layernorm_forward(out.data(), mean.data(), rstd.data(), x.data(), weight.data(), bias.data(), N, C);
         layernorm_backward(dinp.data(), dweight.data(), dbias.data(), dout.data(), x.data(), weight.data(), mean.data(),
                            rstd.data(), workspace.data(), N, C);
-        return std::vector<Floats>{out.read(), mean.read(), rstd.read(), dinp.read(), dweight.read(), dbias.read()};
+        const std::vector<Floats> statistics = {mean.read(), rstd.read()};
+        residual_layernorm_forward(sum.data(), sum_out.data(), mean.data(), rstd.data(), x.data(), dout.data(),
+                                   weight.data(), bias.data(), N, C);
+        return std::vector<Floats>{out.read(),   statistics[0], statistics[1],  dinp.read(), dweight.read(),
+                                   dbias.read(), sum.read(),    sum_out.read(), mean.read(), rstd.read()};
     });
 }
 

@@ -1,5 +1,6 @@
-// LayerNorm. Forward reads each row twice while it is in the first-level cache (mean, then variance and output);
-// backward needs two sums per row for dinp and two per channel for the parameters. Bound by memory.
+// LayerNorm. Forward reads each row twice while it is in the first-level cache (mean, then variance and output),
+// also where the row is the sum of a residual add just done; backward needs two sums per row for dinp and two per
+// channel for the parameters. Bound by memory.
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/cpu/layernorm.cpp"
@@ -102,6 +103,17 @@ void layernorm_forward(float* out, float* mean, float* rstd, const float* inp, c
     const auto row = HWY_DYNAMIC_DISPATCH(layernorm_row);
 #pragma omp parallel for schedule(static) num_threads(threads_for(static_cast <double>(N * C)))
     for (int64_t n = 0; n < N; n++) row(out + n * C, mean + n, rstd + n, inp + n * C, weight, bias, C);
+}
+
+void residual_layernorm_forward(float* sum, float* out, float* mean, float* rstd, const float* a, const float* b,
+                                const float* weight, const float* bias, int64_t N, int64_t C) {
+    const auto row = HWY_DYNAMIC_DISPATCH(layernorm_row);
+#pragma omp parallel for schedule(static) num_threads(threads_for(static_cast <double>(N * C)))
+    for (int64_t n = 0; n < N; n++) {
+#pragma omp simd
+        for (int64_t c = n * C; c < (n + 1) * C; c++) sum[c] = a[c] + b[c];
+        row(out + n * C, mean + n, rstd + n, sum + n * C, weight, bias, C);
+    }
 }
 
 int64_t layernorm_workspace_floats(int64_t N, int64_t C) {

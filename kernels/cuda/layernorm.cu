@@ -1,22 +1,33 @@
 // LayerNorm, a warp to a row. Forward goes over the row three times (mean, variance, output), of which the first reads
-// memory and the others the first-level cache. Backward needs two sums per row for dinp and two per channel for the
-// parameters: a warp takes several rows of its block's chunk and adds up its channels' sums in shared memory, where
-// each lane has channels of its own; then the warps' sums are added in order, and in a second kernel the chunks'.
-// Bound by memory.
+// memory and the others the first-level cache; with a residual add before it, the first pass adds, stores the sum and
+// takes its mean, and the others read what the same thread has stored. Backward needs two sums per row for dinp and two
+// per channel for the parameters: a warp takes several rows of its block's chunk and adds up its channels' sums in
+// shared memory, where each lane has channels of its own; then the warps' sums are added in order, and in a second
+// kernel the chunks'. Bound by memory.
 #include "kernels/cuda/runtime.h"
 #include "kernels/ops.h"
 
 namespace jetlag {
 
+// Of inp, or of the sum = inp + added where `added` is given.
 __global__ void __launch_bounds__(kThreads)
-    layernorm_forward_kernel(real* out, float* means, float* rstds, const real* inp, const float* weight,
-                             const float* bias, int64_t N, int64_t C) {
+    layernorm_forward_kernel(real* sum_out, real* out, float* means, float* rstds, const real* inp, const real* added,
+                             const float* weight, const float* bias, int64_t N, int64_t C) {
     const int lane = static_cast<int>(threadIdx.x) % kWarp;
     const int64_t n = static_cast<int64_t>(blockIdx.x) * kWarpsPerBlock + threadIdx.x / kWarp;
     if (n >= N) return;  // the whole warp
     const real* x = inp + n * C;
     float sum = 0;
-    for (int64_t c = lane; c < C; c += kWarp) sum += load(x + c);
+    if (added == nullptr) {
+        for (int64_t c = lane; c < C; c += kWarp) sum += load(x + c);
+    } else {
+        for (int64_t c = lane; c < C; c += kWarp) {
+            const real value = to_real(load(x + c) + load(added + n * C + c));
+            sum_out[n * C + c] = value;
+            sum += load(&value);
+        }
+        x = sum_out + n * C;
+    }
     const float mean = warp_sum(sum) / static_cast<float>(C);
     float squares = 0;
     for (int64_t c = lane; c < C; c += kWarp) {
@@ -72,8 +83,14 @@ __global__ void __launch_bounds__(kThreads)
 
 void layernorm_forward(real* out, float* mean, float* rstd, const real* inp, const float* weight, const float* bias,
                        int64_t N, int64_t C) {
-    launch(layernorm_forward_kernel, blocks_for(N, kWarpsPerBlock), kThreads, 0, device_stream(), out, mean, rstd, inp,
-           weight, bias, N, C);
+    launch(layernorm_forward_kernel, blocks_for(N, kWarpsPerBlock), kThreads, 0, device_stream(), nullptr, out, mean,
+           rstd, inp, nullptr, weight, bias, N, C);
+}
+
+void residual_layernorm_forward(real* sum, real* out, float* mean, float* rstd, const real* a, const real* b,
+                                const float* weight, const float* bias, int64_t N, int64_t C) {
+    launch(layernorm_forward_kernel, blocks_for(N, kWarpsPerBlock), kThreads, 0, device_stream(), sum, out, mean, rstd,
+           a, b, weight, bias, N, C);
 }
 
 // Some rows for each warp, and enough blocks for any device.
