@@ -135,19 +135,24 @@ $(BUILD)/obj/%.cu.o: %.cu $(BUILD)/commands
 	@mkdir -p $(dir $@)
 	$(COMPILE_CU) $< -o $@
 
+# nvcc tells what each kernel takes (%.ptxas) and leaves the PTX (%.ptx/) for kernels.txt.
+ifeq ($(BACKEND),cuda)
+$(BUILD)/obj/kernels/cuda/%.cu.o: kernels/cuda/%.cu $(BUILD)/commands
+	@rm -rf $(@:.o=.ptx)
+	@mkdir -p $(@:.o=.ptx)
+	$(COMPILE_CU) -Xptxas -v --keep --keep-dir $(@:.o=.ptx) $< -o $@ 2>$(@:.o=.ptxas) || { cat $(@:.o=.ptxas) >&2; exit 1; }
+	@find $(@:.o=.ptx) -type f ! -name '*.ptx' -delete
+endif
+
 $(LIBRARY): $(call objects_of,$(LIBRARY_SOURCES))
 	@rm -f $@
 	ar rcs $@ $^
 
 # Registers, shared memory and spills of each kernel.
-KERNEL_LOGS := $(patsubst %.cu,$(BUILD)/%.log,$(filter %.cu,$(LIBRARY_SOURCES)))
-$(BUILD)/%.log: %.cu $(BUILD)/commands
-	@mkdir -p $(@:.log=)
-	$(NVCC) $(CPPFLAGS) -MF $(@:.log=.d) -MT $@ $(filter-out -gencode -arch=native arch=%,$(CUFLAGS)) -arch=sm_90 \
-		-Xptxas -v --keep --keep-dir $(@:.log=) -cubin $< -o $(@:.log=)/cubin 2>$@.part || { cat $@.part; exit 1; }
+KERNEL_OBJECTS := $(call objects_of,$(filter kernels/%.cu,$(LIBRARY_SOURCES)))
+$(BUILD)/kernels.txt: $(KERNEL_OBJECTS) scripts/kernel_report
+	scripts/kernel_report $(KERNEL_OBJECTS:.o=) >$@.part
 	@mv $@.part $@
-$(BUILD)/kernels.txt: $(KERNEL_LOGS) scripts/kernel_report
-	scripts/kernel_report $(KERNEL_LOGS) >$@
 
 define program_rule
 $(BUILD)/$(notdir $(1:.cpp=)): $(BUILD)/obj/$(1:.cpp=.o) $(LIBRARY)
@@ -197,4 +202,4 @@ help:
 	@echo 'PRECISION=bf16          activations and matrix products in bf16 (cuda, emu), into build/cuda-bf16/, build/emu-bf16/'
 	@echo 'CUDA_ARCH="90 120"      the GPU architectures to compile for; native: the one at hand'
 
--include $(OBJECTS:.o=.d) $(KERNEL_LOGS:.log=.d)
+-include $(OBJECTS:.o=.d)
