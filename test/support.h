@@ -76,7 +76,7 @@ void expect_error(const ProgramResult& result, const std::string& name, int exit
 // A zip archive of files, as name and contents; names in UTF-8.
 std::string zip_of(const std::vector<std::pair<std::string, std::string>>& files);
 
-// Whether the tests are built with optimisation and without a sanitizer, so that speed and memory can be judged.
+// Whether the build is optimised, without a sanitizer and not the emulator, so that speed and memory can be judged.
 bool is_fast_build();
 
 // The lines of a text, without their line breaks; what follows the last line break counts if it is not empty.

@@ -668,7 +668,7 @@ TEST(EvalLm, LossByPositionAddsUpToTheLoss) {
 // ------------------------------------------------------------------------------------------------ speed and memory
 
 TEST(EvalLmSpeed, PublishedSizeAt32768) {
-    if (!test::is_fast_build()) GTEST_SKIP() << "not an optimised build without sanitizers";
+    if (!test::is_fast_build()) GTEST_SKIP() << "the emulator, or a build without optimisation or with a sanitizer";
     if (std::thread::hardware_concurrency() < 2) GTEST_SKIP() << "the demand is for two cores";
     Workshop w;
     write_file_atomically(w.corpus, make_motif_corpus({.bars = 12800, .seed = 1}).text);

@@ -418,8 +418,7 @@ TEST(PrepareMidi, TokenisesTheWholeOfMusicNetInUnderFiveSeconds) {
         result.err.find("skipped ID 2292: musicnet_midis/Bach/2292_prelude19.mid: byte 5024: the file ends early"),
         std::string::npos)
         << result.err;
-    if (!test::is_fast_build())
-        GTEST_SKIP() << "a build without optimisation or with a sanitizer says nothing of speed";
+    if (!test::is_fast_build()) GTEST_SKIP() << "the emulator, or a build without optimisation or with a sanitizer";
     EXPECT_LT(result.cpu_seconds, 5);
 }
 

@@ -844,7 +844,7 @@ MachineTime machine_time() {
 }
 
 TEST(TrainLmSpeed, PublishedSizeOnTwoCores) {
-    if (!test::is_fast_build()) GTEST_SKIP() << "not an optimised build without sanitizers";
+    if (!test::is_fast_build()) GTEST_SKIP() << "the emulator, or a build without optimisation or with a sanitizer";
     if (std::thread::hardware_concurrency() < 2) GTEST_SKIP() << "the demand is for two cores";
     const double wanted = 10000;  // tokens per second
     const int64_t steps = 5;
@@ -896,7 +896,7 @@ TEST(TrainLm, RecomputingChangesNothingButMemory) {
 }
 
 TEST(TrainLmMemory, LongContextInTwoGigabytes) {
-    if (!test::is_fast_build()) GTEST_SKIP() << "not an optimised build without sanitizers";
+    if (!test::is_fast_build()) GTEST_SKIP() << "the emulator, or a build without optimisation or with a sanitizer";
     Workshop w;
     write_file_atomically(w.corpus, make_motif_corpus({.bars = 14000, .seed = 1}).text);
     RunningProgram program = test::start_program(
