@@ -619,7 +619,8 @@ Machine measure_machine() {
 }
 
 void print_machine(const Machine& machine) {
-    fmt::print("machine     {}, {} threads, {}\n", machine.cpu, machine.threads, simd_target_name());
+    fmt::print("machine     {}, {} threads, {} {}, {}\n", machine.cpu, machine.threads, backend_name(), kPrecision,
+               simd_target_name());
     for (size_t i = 0; i < machine.peaks.size(); i++)
         fmt::print("            {:<8} {:7.1f} GFLOP/s, one thread {:7.1f}\n", machine.peaks[i].first,
                    machine.peaks[i].second * 1e-9, machine.peaks_one_thread[i].second * 1e-9);
@@ -651,10 +652,9 @@ void print_row(const Row& row) {
 }
 
 nlohmann::ordered_json json_of(const Machine& machine) {
-    nlohmann::ordered_json json{{"cpu", machine.cpu},
-                                {"threads", machine.threads},
-                                {"simd", simd_target_name()},
-                                {"peak_gflops", machine.peaks.front().second * 1e-9}};
+    nlohmann::ordered_json json{{"cpu", machine.cpu},         {"threads", machine.threads},
+                                {"backend", backend_name()},  {"precision", kPrecision},
+                                {"simd", simd_target_name()}, {"peak_gflops", machine.peaks.front().second * 1e-9}};
     for (size_t i = 0; i < machine.peaks.size(); i++) {
         json["gflops"][machine.peaks[i].first] = machine.peaks[i].second * 1e-9;
         json["gflops_one_thread"][machine.peaks[i].first] = machine.peaks_one_thread[i].second * 1e-9;

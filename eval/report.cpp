@@ -181,6 +181,8 @@ std::string evaluation_json(const std::vector<Evaluation>& list, const Protocol&
                               {"targets_scored", e.targets_scored},
                               {"disjoint_windows", e.disjoint_windows}};
         object["attention_skipped"] = e.skipped;
+        object["backend"] = backend_name();
+        object["precision"] = kPrecision;
         object["seconds"] = e.seconds;
         array.push_back(object);
     }

@@ -42,12 +42,14 @@ JETLAG_DEVICE inline bf16 to_bf16(float x) {
 #ifdef JETLAG_BF16
 using real = bf16;
 inline constexpr bool kHalfPrecision = true;
+inline constexpr const char* kPrecision = "bf16";
 JETLAG_DEVICE inline real to_real(float x) {
     return to_bf16(x);
 }
 #else
 using real = float;
 inline constexpr bool kHalfPrecision = false;
+inline constexpr const char* kPrecision = "fp32";
 JETLAG_DEVICE inline real to_real(float x) {
     return x;
 }

@@ -40,6 +40,7 @@ void save_checkpoint(const std::filesystem::path& path, const Model& model, cons
     file.metadata[kMetadataConfig] = config_json(config);
     file.metadata[kMetadataStep] = std::to_string(step);
     file.metadata[kMetadataCorpus] = corpus_sha256;
+    file.metadata[kMetadataPrecision] = kPrecision;
     file.tensors = parameter_tensors(model, model.parameters.data, "");
     write_safetensors(path, file);
 }

@@ -16,6 +16,7 @@ namespace jetlag {
 inline constexpr const char* kMetadataConfig = "config";         // JSON
 inline constexpr const char* kMetadataStep = "step";             // optimizer steps taken
 inline constexpr const char* kMetadataCorpus = "corpus_sha256";  // of the stream that it was trained on
+inline constexpr const char* kMetadataPrecision = "precision";   // kPrecision of the build that trained it
 
 // The parameters of a model as tensors named PREFIX + name; `values` is laid out like the parameters.
 std::vector<Tensor> parameter_tensors(const Model& model, const float* values, const std::string& prefix);

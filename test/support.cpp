@@ -150,6 +150,10 @@ std::string zip_of(const std::vector<std::pair<std::string, std::string>>& files
     return zip;
 }
 
+bool is_emulated() {
+    return std::string(backend_name()) == "emu";
+}
+
 bool is_fast_build() {
 #if !defined(__OPTIMIZE__) || defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
     return false;
@@ -158,7 +162,7 @@ bool is_fast_build() {
     return false;
 #endif
 #endif
-    return std::string(backend_name()) != "emu";
+    return !is_emulated();
 }
 
 std::vector<std::string> lines_of(const std::string& text) {

@@ -76,6 +76,9 @@ void expect_error(const ProgramResult& result, const std::string& name, int exit
 // A zip archive of files, as name and contents; names in UTF-8.
 std::string zip_of(const std::vector<std::pair<std::string, std::string>>& files);
 
+// Whether the kernels run in the emulator, where a product of large sizes takes hours.
+bool is_emulated();
+
 // Whether the build is optimised, without a sanitizer and not the emulator, so that speed and memory can be judged.
 bool is_fast_build();
 

@@ -284,6 +284,15 @@ TEST(TrainLmErrors, RunFolder) {
     }
     EXPECT_EQ(contents(w.run("run")), before);
 
+    // Trained by a build of another precision.
+    const std::string own = read_file(state_path(w.run("run")));
+    SafetensorsFile file = read_safetensors(state_path(w.run("run")));
+    file.metadata[kMetadataPrecision] = "fp8";
+    write_safetensors(state_path(w.run("run")), file);
+    expect_error(w.resume("run"), "train_lm", kExitUsage,
+                 {state + "the run was trained in fp8, and this build computes in " + kPrecision});
+    write_file_atomically(state_path(w.run("run")), own);
+
     // A checkpoint without its state is not trained over.
     fs::rename(state_path(w.run("run")), w.folder.path / "state");
     expect_error(w.resume("run"), "train_lm", kExitUsage,

@@ -60,6 +60,7 @@ void save_run(const std::filesystem::path& folder, const Model& model, const Tra
     file.metadata[kMetadataConfig] = config_json(config);
     file.metadata[kMetadataStep] = std::to_string(state.step);
     file.metadata[kMetadataCorpus] = corpus_sha256;
+    file.metadata[kMetadataPrecision] = kPrecision;
     file.metadata[kMetadataGenerator] = generator_state(state.generator);
     file.tensors = parameter_tensors(model, model.parameters.data, "");
     for (const auto& [prefix, values] : {std::pair("adam.m.", state.m.data), std::pair("adam.v.", state.v.data)})
@@ -136,6 +137,12 @@ void load_run(const std::filesystem::path& folder, Model& model, TrainingState& 
     const std::string name = state_path(folder).string();
     const SafetensorsFile file = read_safetensors(name);
     check_same_config(metadata_of(file, kMetadataConfig, name), config, name);
+    // States of before there were others do not say it.
+    const auto found = file.metadata.find(kMetadataPrecision);
+    const std::string precision = found != file.metadata.end() ? found->second : "fp32";
+    if (precision != kPrecision)
+        fail_usage("{}: cannot resume: the run was trained in {}, and this build computes in {} (make PRECISION={})",
+                   name, precision, kPrecision, precision);
     const std::string corpus = metadata_of(file, kMetadataCorpus, name);
     if (corpus != corpus_sha256)
         fail_usage("{}: cannot resume: the run was trained on a corpus with SHA-256 {}, but {} has {}", name, corpus,

@@ -99,8 +99,8 @@ void print_setup(const Config& config, const Model& model, const TokenStream& co
                config.train.accumulate > 1 ? fmt::format(" in {} passes", config.train.accumulate) : "",
                config.train.lr, config.train.schedule, config.train.seed,
                config.train.data_seed ? fmt::format(", data seed {}", *config.train.data_seed) : "");
-    fmt::print("machine      {} threads, {} ({}), {:.0f} GFLOP/s at most\n", thread_count(), backend_name(),
-               simd_target_name(), peak * 1e-9);
+    fmt::print("machine      {} threads, {} {} ({}), {:.0f} GFLOP/s at most\n", thread_count(), backend_name(),
+               kPrecision, simd_target_name(), peak * 1e-9);
     fmt::print(
         "memory       parameters {}, gradients {}, AdamW {}, activations {}, tables {}, workspace {}, held-out {}\n",
         mebibytes(n), mebibytes(n), mebibytes(2 * n), mebibytes(sizes.activation_floats), mebibytes(sizes.table_floats),
