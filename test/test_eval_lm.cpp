@@ -720,8 +720,8 @@ TEST(EvalLm, HowACheckpointWasTrainedDoesNotBind) {
     save();
     EXPECT_EQ(w.evaluate(arguments)[0]["loss"], want[0]["loss"]);
     if (!kHasCudnn)
-        expect_error(run_program("eval_lm", {path, "--set", "model.attention=cudnn"}), kExitUsage,
-                     "--set: model.attention: cudnn in a program built with BACKEND=");
+        expect_error(run_program("eval_lm", {path, "--set", "model.attention=cudnn"}), "eval_lm", kExitUsage,
+                     {"--set: model.attention: cudnn in a program built with BACKEND="});
 }
 
 // ------------------------------------------------------------------------------------------------ exact skipping
