@@ -721,7 +721,7 @@ TEST(EvalLm, HowACheckpointWasTrainedDoesNotBind) {
     EXPECT_EQ(w.evaluate(arguments)[0]["loss"], want[0]["loss"]);
     if (!kHasCudnn)
         expect_error(run_program("eval_lm", {path, "--set", "model.attention=cudnn"}), "eval_lm", kExitUsage,
-                     {"--set: model.attention: cudnn in a program built with BACKEND="});
+                     {"--set model.attention=cudnn: model.attention: cudnn in a program built with BACKEND="});
 }
 
 // ------------------------------------------------------------------------------------------------ exact skipping
