@@ -12,8 +12,9 @@
 //     delta = sum dO O    P = exp(mask(Q K^T - lse))    dV = P^T dO
 //     dS = P (dO V^T - delta)    dK = dS^T Q    dQ = dS K
 //
-// Written so, with dQ a product like the others, cuDNN adds dQ in a fixed order, and keeps dS in bf16 for it: B H T T
-// values of workspace. (Its other way adds tiles to a float dQ as they come, in any order.)
+// Written so, with dQ a product like the others, cuDNN adds dQ in a fixed order, as its own front end has it where
+// determinism is asked for, and keeps dS in bf16 for that: B H T T values of workspace. (With dQ a float tensor that is
+// then rounded, it adds tiles to it as they come, in any order.)
 //
 // Q and K are rotated, Q is times 1 / sqrt(D), by attention.cu's own packing; V, dO, O and dV stay where they are in
 // (B, T, 3, H, D) and (B, T, H, D), by their strides.
