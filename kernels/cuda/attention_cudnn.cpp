@@ -30,7 +30,6 @@
 #include <span>
 #include <stdexcept>
 #include <string>
-#include <tuple>
 #include <vector>
 
 #include "kernels/cuda/attention_cudnn.h"
