@@ -67,6 +67,15 @@ CUFLAGS = -std=c++20 -ccbin $(CXX) $(GENCODE) -fmad=false -lineinfo $(if $(DEBUG
 COMPILE_CU = $(NVCC) $(CPPFLAGS) $(CUFLAGS) -c
 CPPFLAGS += -isystem $(CUDA_HOME)/include
 LDLIBS += -L$(CUDA_HOME)/lib64 -Wl,-rpath,$(CUDA_HOME)/lib64 -lcublasLt -lcudart
+# cuDNN's attention, of bf16 only, if a program links with it.
+ifeq ($(PRECISION)-$(origin CUDNN),bf16-undefined)
+CUDNN := $(shell printf '\043include <cudnn.h>\nstatic_assert(CUDNN_VERSION >= 91600);\nint main() { return cudnnGetVersion() == 0; }\n' | \
+	$(CXX) -isystem $(CUDA_HOME)/include -x c++ - -L$(CUDA_HOME)/lib64 -lcudnn -o /dev/null 2>/dev/null && echo yes)
+endif
+ifeq ($(PRECISION)-$(CUDNN),bf16-yes)
+CPPFLAGS += -DJETLAG_CUDNN
+LDLIBS += -lcudnn
+endif
 endif
 ifeq ($(BACKEND),emu)
 # It runs where it was built, and its fmaf is a function call without the instruction.
@@ -84,6 +93,7 @@ LIBRARY_SOURCES := $(wildcard src/*.cpp kernels/*.cpp kernels/position/*.cpp ker
 TEST_SOURCES := $(wildcard test/*.cpp test/reference/*.cpp)
 ifneq ($(BACKEND),cpu)
 LIBRARY_SOURCES += $(wildcard kernels/cuda/*.cu)
+LIBRARY_SOURCES := $(if $(findstring -DJETLAG_CUDNN,$(CPPFLAGS)),$(LIBRARY_SOURCES),$(filter-out %/attention_cudnn.cpp,$(LIBRARY_SOURCES)))
 TEST_SOURCES += $(wildcard test/device/*.cpp test/device/*.cu)
 endif
 ifeq ($(BACKEND),emu)
@@ -200,6 +210,7 @@ help:
 	@echo '       =cuda            for NVIDIA GPUs, into build/cuda/ (needs the CUDA Toolkit 12 or later in CUDA_HOME)'
 	@echo '       =emu             the same kernels run on the CPU, into build/emu/ (needs the package libboost-context-dev)'
 	@echo 'PRECISION=bf16          activations and matrix products in bf16 (cuda, emu), into build/cuda-bf16/, build/emu-bf16/'
+	@echo 'CUDNN=no                without cuDNN (cuda, bf16; default: with it if it is 9.16 or later)'
 	@echo 'CUDA_ARCH="90 120"      the GPU architectures to compile for; native: the one at hand'
 
 -include $(OBJECTS:.o=.d)

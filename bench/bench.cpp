@@ -364,19 +364,36 @@ Row method_row(const std::string& kind, const std::string& method, int64_t T, in
     return row;
 }
 
-// Nothing is skipped: the row shows what a tile costs.
-void add_attention(std::vector<Case>& cases, const std::string& method, int64_t T, int64_t B, int64_t D) {
+// Attention, ours or cuDNN's. Nothing is skipped: the row shows what a tile costs.
+void run_forward(bool cudnn, real* out, float* lse, const real* qkv, const Tables& tables, float* workspace, int64_t B,
+                 int64_t T, int64_t H, int64_t D) {
+    if constexpr (kHasCudnn) {
+        if (cudnn) return attention_cudnn_forward(out, lse, qkv, tables.rotary, workspace, B, T, H, D);
+    }
+    attention_forward(out, lse, nullptr, qkv, tables.rotary, tables.lag_bias.data, workspace, B, T, H, D);
+}
+void run_backward(bool cudnn, real* dqkv, float* dlag_bias, const real* dout, const real* qkv, const real* out,
+                  const float* lse, const Tables& tables, float* workspace, int64_t B, int64_t T, int64_t H,
+                  int64_t D) {
+    if constexpr (kHasCudnn) {
+        if (cudnn) return attention_cudnn_backward(dqkv, dout, qkv, out, lse, tables.rotary, workspace, B, T, H, D);
+    }
+    attention_backward(dqkv, dlag_bias, dout, qkv, out, lse, tables.rotary, tables.lag_bias.data, workspace, B, T, H,
+                       D);
+}
+
+void add_attention(std::vector<Case>& cases, const std::string& method, int64_t T, int64_t B, int64_t D,
+                   bool cudnn = false) {
     const int64_t H = kHeads, N = B * T, C = H * D;
     const double pairs = static_cast<double>(N) * static_cast<double>(T + 1) / 2,
                  bytes = kRealBytes * static_cast<double>(N * C);
-    const std::string more = fmt::format("B{}/D{}", B, D);
+    const std::string more = fmt::format("B{}/D{}{}", B, D, cudnn ? "/cudnn" : "");
     cases.push_back(
         {method_row("attention_forward", method, T, B, more, 4 * static_cast<double>(C) * pairs, 4 * bytes), [=] {
              const auto tables = make_tables(method, T, D);
              const auto workspace = shared_array(floats(attention_workspace_floats(B, T, H, D)), 0);
              return Work{rotating({N * C, floats(N * H), N * 3 * C}, 1, [=](const Arrays& a) {
-                 attention_forward(a[0].data, a[1].data, nullptr, a[2].data, tables->rotary, tables->lag_bias.data,
-                                   workspace->data, B, T, H, D);
+                 run_forward(cudnn, a[0].data, a[1].data, a[2].data, *tables, workspace->data, B, T, H, D);
              })};
          }});
     cases.push_back(
@@ -385,12 +402,11 @@ void add_attention(std::vector<Case>& cases, const std::string& method, int64_t 
              const auto workspace = shared_array(floats(attention_workspace_floats(B, T, H, D)), 0);
              const auto dlag_bias = std::make_shared<DeviceArray<float>>(tables->lag_bias.size);
              const auto forward = [=](const Arrays& a) {
-                 attention_forward(a[3].data, a[4].data, nullptr, a[2].data, tables->rotary, tables->lag_bias.data,
-                                   workspace->data, B, T, H, D);
+                 run_forward(cudnn, a[3].data, a[4].data, a[2].data, *tables, workspace->data, B, T, H, D);
              };
              const auto backward = [=](const Arrays& a) {
-                 attention_backward(a[0].data, dlag_bias->data, a[1].data, a[2].data, a[3].data, a[4].data,
-                                    tables->rotary, tables->lag_bias.data, workspace->data, B, T, H, D);
+                 run_backward(cudnn, a[0].data, dlag_bias->data, a[1].data, a[2].data, a[3].data, a[4].data, *tables,
+                              workspace->data, B, T, H, D);
              };
              return Work{rotating({N * 3 * C, N * C, N * 3 * C, N * C, floats(N * H)}, 1, backward, forward)};
          }});
@@ -474,7 +490,10 @@ void add_training(std::vector<Case>& cases, const std::string& method, int64_t T
     Row row = method_row("train", method, T, B, fmt::format("B{}", B), training_flops(shape, B, T), 0);
     row.threads = threads;
     if (threads > 0) row.name += fmt::format("/threads{}", threads);
-    if (!overrides.empty()) row.name += fmt::format("/L{}/C{}", shape.layers, shape.embed_dim);
+    if (shape.cudnn_attention)
+        row.name += "/cudnn";
+    else if (!overrides.empty())
+        row.name += fmt::format("/L{}/C{}", shape.layers, shape.embed_dim);
     cases.push_back({row, [=] {
                          struct State {
                              Subject subject;
@@ -560,6 +579,11 @@ std::vector<Case> all_cases(bool large) {
     for (int64_t D : {24, 64})
         for (const auto& [T, B] : {std::pair<int64_t, int64_t>{512, 8}, {1024, 8}, {8192, 1}, {32768, 1}})
             for (const Method& method : methods()) add_attention(cases, method.name, T, B, D);
+    if (kHasCudnn) {
+        for (const auto& [T, B] : {std::pair<int64_t, int64_t>{1024, 8}, {8192, 1}})
+            for (int64_t D : {24, 64}) add_attention(cases, "rope", T, B, D, true);
+        add_training(cases, "rope", 1024, 32, 0, {"model.attention=cudnn"});
+    }
     for (int64_t D : {24, 64})
         for (int64_t T : {1024, 8192, 32768})
             for (const char* method : {"rope", "full"}) add_decode(cases, method, T, D);

@@ -140,6 +140,20 @@ void attention_backward(real* dqkv, float* dlag_bias, const real* dout, const re
 
 int64_t attention_workspace_floats(int64_t B, int64_t T, int64_t H, int64_t D, bool forward_only = false);
 
+// The same without a lag bias, statistics and skipping, through cuDNN. Only where kHasCudnn says so (the Makefile's
+// CUDNN), and for a D that is a multiple of 8 and at most kMaxCudnnHeadDim. The first call of a shape makes a plan;
+// backward holds B H T T values of `real` beside the workspace.
+#ifdef JETLAG_CUDNN
+inline constexpr bool kHasCudnn = true;
+#else
+inline constexpr bool kHasCudnn = false;
+#endif
+inline constexpr int64_t kMaxCudnnHeadDim = 128;
+void attention_cudnn_forward(real* out, float* lse, const real* qkv, const RotaryTable& rotary, float* workspace,
+                             int64_t B, int64_t T, int64_t H, int64_t D);
+void attention_cudnn_backward(real* dqkv, const real* dout, const real* qkv, const real* out, const float* lse,
+                              const RotaryTable& rotary, float* workspace, int64_t B, int64_t T, int64_t H, int64_t D);
+
 // Attention of one sequence that grows to at most T tokens, for which keys and values are kept: two caches, each of
 // attention_cache_size(T, H, D) values in an order of the backend's own. rotary: a table of T positions.
 //

@@ -111,6 +111,8 @@ Checkpoint load_checkpoint(const std::filesystem::path& given, const std::vector
         } catch (const Error& e) {
             fail("{}", e.what());  // a damaged file, not a bad configuration
         }
+        // How it was trained binds nobody who evaluates it, perhaps elsewhere: cuDNN only if asked for again.
+        std::erase_if(settings, [](const Setting& setting) { return setting.path == "model.attention"; });
         const std::string heads = value_of(settings, "model.heads");
         add_overrides(settings, overrides);
         // Every other size shows in the tensors' shapes.

@@ -156,6 +156,9 @@ static std::vector<Key> make_keys(Config& c, Form form) {
         {"model.mlp_ratio", &c.model.mlp_ratio, "hidden channels of the MLP over C", 1, 64},
         {"model.exact_skipping", &c.model.exact_skipping,
          "leave out tiles of attention whose weights the lag bias makes too small to count in float"},
+        text_key("model.attention", &c.model.attention,
+                 "whose attention kernels: ours, or, without a lag bias, cuDNN's (BACKEND=cuda PRECISION=bf16)",
+                 {"fused", "cudnn"}),
     };
     keys.insert(keys.end(), sizes.begin(), sizes.end());
     for (const Shorthand& s : kShorthands) keys.push_back(option_key(s.key, c.model.*s.value));
@@ -247,6 +250,23 @@ static void complete_position(Config& c, const std::vector<Setting>& settings) {
             *find_option(position.*s.options, s.option) = c.model.*s.value;
 }
 
+// cuDNN's attention is there for one build, and knows no lag bias.
+static void check_cudnn(const std::string& where, const ModelShape& shape) {
+    if (!kHasCudnn) {
+        const char* why = std::string(backend_name()) != "cuda" || !kHalfPrecision ? "" : " without cuDNN";
+        fail_usage(
+            "{}: model.attention: cudnn in a program built with BACKEND={} PRECISION={}{} (wanted BACKEND=cuda "
+            "PRECISION=bf16 and cuDNN 9.16 or later when it was built; or fused)",
+            where, backend_name(), kHalfPrecision ? "bf16" : "fp32", why);
+    }
+    if (shape.lag_bias.module != nullptr)
+        fail_usage("{}: model.attention: cudnn with position {}, which has a lag bias (wanted one without; or fused)",
+                   where, shape.position);
+    if (shape.head_dim % 8 != 0 || shape.head_dim > kMaxCudnnHeadDim)
+        fail_usage("{}: model.attention: cudnn with a head dim of {} (wanted a multiple of 8 up to {}; or fused)",
+                   where, shape.head_dim, kMaxCudnnHeadDim);
+}
+
 Config make_config(const std::vector<Setting>& settings) {
     Config c;
     apply_settings(settings, config_keys(c));
@@ -266,6 +286,7 @@ Config make_config(const std::vector<Setting>& settings) {
             "{}: model.position: {} wants a head dim that is a multiple of {}, but {} channels over {} heads is {}",
             where("model.position"), shape.position, shape.rotary.module->head_dim_multiple, c.model.embed_dim,
             c.model.heads, head_dim);
+    if (shape.cudnn_attention) check_cudnn(where("model.attention"), shape);
     if (c.train.batch % c.train.accumulate != 0)
         fail_usage("{}: train.accumulate: {} passes do not divide train.batch {}", where("train.accumulate"),
                    c.train.accumulate, c.train.batch);
@@ -284,6 +305,7 @@ ModelShape model_shape(const Config& config) {
     shape.mlp_dim = model.mlp_ratio * model.embed_dim;
     shape.train_len = config.train.context;
     shape.exact_skipping = model.exact_skipping;
+    shape.cudnn_attention = model.attention == "cudnn";
     shape.rotary.head_dim = shape.head_dim;
     shape.rotary.train_len = shape.lag_bias.train_len = shape.train_len;
     shape.lag_bias.heads = shape.heads;

@@ -46,6 +46,7 @@ struct ModelSettings {
     int64_t heads = 4;
     int64_t mlp_ratio = 2;
     bool exact_skipping = true;
+    std::string attention = "fused";
     // Options of the position modules under the study's names: for named methods, and where a composed form does not
     // give its own.
     OptionValue max_order, rope_base, init_affine_slope, gate_init;
@@ -113,6 +114,7 @@ struct ModelShape {
     int64_t mlp_dim = 0;    // mlp_ratio * C
     int64_t train_len = 0;  // L
     bool exact_skipping = true;
+    bool cudnn_attention = false;
     std::string position;  // the method's name, or what it is composed of
     RotarySpec rotary;
     LagBiasSpec lag_bias;

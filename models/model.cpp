@@ -453,8 +453,16 @@ static void forward_attention(const ModelShape& s, const BlockTensors& w, Activa
     }
     if (a.lag_bias != nullptr) lag_bias_table(a.lag_bias, s.lag_bias, w.lag_bias, T);
     lap(times, "lag-bias table");
-    attention_forward(a.attention, a.lse, stats, a.qkv, acts.rotary, a.lag_bias, acts.workspace, B, T, s.heads,
-                      s.head_dim, s.exact_skipping ? acts.skipping.data : nullptr);
+    bool done = false;
+    if constexpr (kHasCudnn) {
+        // cuDNN has no statistics.
+        done = s.cudnn_attention && stats == nullptr;
+        if (done)
+            attention_cudnn_forward(a.attention, a.lse, a.qkv, acts.rotary, acts.workspace, B, T, s.heads, s.head_dim);
+    }
+    if (!done)
+        attention_forward(a.attention, a.lse, stats, a.qkv, acts.rotary, a.lag_bias, acts.workspace, B, T, s.heads,
+                          s.head_dim, s.exact_skipping ? acts.skipping.data : nullptr);
     lap(times, "attention forward");
 }
 
@@ -657,8 +665,15 @@ static void forward_and_backward(const Model& model, Activations& acts, DeviceAr
         linear_backward(acts.dnorm, dw.out_proj_weight, dw.out_proj_bias, acts.dresidual, a.attention,
                         layers.out_proj.weight, workspace, N, C, C);
         lap(times, "dense backward");
-        attention_backward(acts.dqkv, acts.dlag_bias, acts.dnorm, a.qkv, a.attention, a.lse, acts.rotary, a.lag_bias,
-                           workspace, B, T, s.heads, s.head_dim, s.exact_skipping ? acts.skipping.data : nullptr);
+        if constexpr (kHasCudnn) {
+            if (s.cudnn_attention)
+                attention_cudnn_backward(acts.dqkv, acts.dnorm, a.qkv, a.attention, a.lse, acts.rotary, workspace, B, T,
+                                         s.heads, s.head_dim);
+        }
+        if (!s.cudnn_attention)
+            attention_backward(acts.dqkv, acts.dlag_bias, acts.dnorm, a.qkv, a.attention, a.lse, acts.rotary,
+                               a.lag_bias, workspace, B, T, s.heads, s.head_dim,
+                               s.exact_skipping ? acts.skipping.data : nullptr);
         lap(times, "attention backward");
         if (a.lag_bias != nullptr) lag_bias_table_backward(dw.lag_bias, acts.dlag_bias, s.lag_bias, w.lag_bias, T);
         lap(times, "lag-bias table");

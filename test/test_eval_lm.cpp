@@ -697,6 +697,33 @@ TEST(EvalLmSpeed, PublishedSizeAt32768) {
     RecordProperty("peak_resident_bytes", std::to_string(peak));
 }
 
+// ------------------------------------------------------------------------------------------------ attention
+
+// Attention through cuDNN is no property of a model: what was trained with it loads in every build, and so does what
+// was saved before there was the key.
+TEST(EvalLm, HowACheckpointWasTrainedDoesNotBind) {
+    const Workshop w;
+    const fs::path path = w.save("trained.safetensors", {"model.position=rope"});
+    const Texts arguments = {path, "--contexts", "64", "--batches", "1"};
+    const json want = w.evaluate(arguments);
+    SafetensorsFile file = read_safetensors(path);
+    json config = json::parse(file.metadata[kMetadataConfig]);
+    EXPECT_EQ(config["model"]["attention"], "fused");
+    const auto save = [&] {
+        file.metadata[kMetadataConfig] = config.dump();
+        write_safetensors(path, file);
+    };
+    config["model"]["attention"] = "cudnn";
+    save();
+    EXPECT_EQ(w.evaluate(arguments)[0]["loss"], want[0]["loss"]);
+    config["model"].erase("attention");
+    save();
+    EXPECT_EQ(w.evaluate(arguments)[0]["loss"], want[0]["loss"]);
+    if (!kHasCudnn)
+        expect_error(run_program("eval_lm", {path, "--set", "model.attention=cudnn"}), "eval_lm", kExitUsage,
+                     {"--set model.attention=cudnn: model.attention: cudnn in a program built with BACKEND="});
+}
+
 // ------------------------------------------------------------------------------------------------ exact skipping
 
 TEST(EvalLm, ReportsWhatItSkippedAndSkipsNothingOnRequest) {

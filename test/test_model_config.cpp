@@ -3,6 +3,7 @@
 
 #include <filesystem>
 
+#include "kernels/ops.h"
 #include "models/config.h"
 #include "src/error.h"
 
@@ -105,6 +106,35 @@ TEST(ModelConfig, ErrorsOfSeveralKeysTogether) {
     expect_error({"model.position.lag_bias={kind: alibi, max_order: 3}"}, "alibi has no such option");
     expect_error({"model.position.lag_bias.sectors=[]"}, "is empty (wanted at least one of fj, affine, lc)");
     expect_error({"model.position=lc_afine"}, "did you mean lc_affine?");
+}
+
+// cuDNN's attention is for one build; which of them this is decides what is said.
+TEST(ModelConfig, AttentionThroughCudnn) {
+    EXPECT_FALSE(model_shape(config_of({})).cudnn_attention);
+    EXPECT_FALSE(model_shape(config_of({"model.attention=fused"})).cudnn_attention);
+    EXPECT_EQ(error_of({"model.attention=flash"}),
+              "--set model.attention=flash: model.attention: 'flash' is none of its choices: fused, cudnn");
+    const std::string message = error_of({"model.position=rope", "model.attention=cudnn"});
+    if (kHasCudnn) {
+        EXPECT_TRUE(model_shape(config_of({"model.position=rope", "model.attention=cudnn"})).cudnn_attention);
+        EXPECT_EQ(error_of({"model.position=full", "model.attention=cudnn"}),
+                  "--set model.attention=cudnn: model.attention: cudnn with position full, which has a lag bias "
+                  "(wanted one without; or "
+                  "fused)");
+        EXPECT_EQ(error_of({"model.position=rope", "model.attention=cudnn", "model.embed_dim=80"}),
+                  "--set model.attention=cudnn: model.attention: cudnn with a head dim of 20 (wanted a multiple of 8 "
+                  "up to 128; or fused)");
+        EXPECT_EQ(error_of({"model.position=rope", "model.attention=cudnn", "model.embed_dim=544"}),
+                  "--set model.attention=cudnn: model.attention: cudnn with a head dim of 136 (wanted a multiple of 8 "
+                  "up to 128; or fused)");
+        return;
+    }
+    const std::string build = std::string("BACKEND=") + backend_name() + " PRECISION=";
+    EXPECT_EQ(message.find("--set model.attention=cudnn: model.attention: cudnn in a program built with " + build), 0u)
+        << message;
+    EXPECT_NE(message.find("wanted BACKEND=cuda PRECISION=bf16 and cuDNN 9.16 or later when it was built; or fused"),
+              std::string::npos)
+        << message;
 }
 
 }  // namespace

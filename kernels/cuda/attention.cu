@@ -55,6 +55,7 @@
 #include <cmath>
 #include <utility>
 
+#include "kernels/cuda/attention_rows.h"
 #include "kernels/cuda/device.h"
 #include "kernels/cuda/rotate.h"
 #include "kernels/ops.h"
@@ -143,9 +144,9 @@ __device__ float norm_of(const Call& call, const void* rows, int64_t token) {
     return call.in_bf16 ? norm_of<bf16>(rows, token, call.width) : norm_of<float>(rows, token, call.width);
 }
 
-// kPackRows tokens of one head from t0 on.
-__device__ __forceinline__ void pack_rows(const Call& call, const real* dout, int head, int t0) {
-    const int groups = call.width / 4, parts = dout != nullptr ? 4 : 3;
+// kPackRows tokens of one head from t0 on: the first `parts` of q, k, v and dO.
+__device__ __forceinline__ void pack_rows(const Call& call, const real* dout, int parts, int head, int t0) {
+    const int groups = call.width / 4;
     const int64_t C = static_cast<int64_t>(call.H) * call.D;
     const int64_t first = static_cast<int64_t>(head / call.H) * call.T, channel = head % call.H * call.D;
     for (int index = static_cast<int>(threadIdx.x); index < parts * kPackRows * groups; index += kPackThreads) {
@@ -179,7 +180,7 @@ __global__ void __launch_bounds__(kPackThreads)
     const int head = static_cast<int>(blockIdx.x) % call.heads, block = static_cast<int>(blockIdx.x) / call.heads;
     const int thread = static_cast<int>(threadIdx.x), t = block * kPackRows + thread % kPackRows;
     const bool is_value = thread >= kPackRows, is_token = t < call.T, backward = dout != nullptr;
-    pack_rows(call, dout, head, block * kPackRows);
+    pack_rows(call, dout, backward ? 4 : 3, head, block * kPackRows);
     if (!backward && !call.skips) return;
     __syncthreads();
 
@@ -869,6 +870,16 @@ struct BackwardShared {
     static_assert(kBytes <= kMostShared);
 };
 
+// Writes four channels of a token's dq, dk or dv, rotated back.
+__device__ __forceinline__ void store_rotated(const Call& call, real* dqkv, int head, int part, int t, int group,
+                                              float (&x)[4]) {
+    if (part < 2) rotate_channels_backward(x, call.rotary, t, group, part == 1);
+    real* to = dqkv + (((static_cast<int64_t>(head / call.H) * call.T + t) * 3 + part) * call.H + head % call.H) *
+                          static_cast<int64_t>(call.D);
+    for (int e = 0; e < 4; e++)
+        if (4 * group + e < call.D) store(to + 4 * group + e, x[e]);
+}
+
 // Writes a warp's rows first + g + 8 i of dq, dk or dv, scaled and rotated back, by way of `shared`, the lane's first
 // row in the block's own tiles, which nobody else reads any more: rows of kStride floats, which one tile of floats is,
 // or two of bf16.
@@ -887,11 +898,7 @@ __device__ __forceinline__ void store_rotated(const Call& call, real* dqkv, int 
         if (t >= call.T) break;
         float x[4];
         for (int e = 0; e < 4; e++) x[e] = rows[row * Tile::kStride + 4 * group + e];
-        if (part < 2) rotate_channels_backward(x, call.rotary, t, group, part == 1);
-        real* to = dqkv + (((static_cast<int64_t>(head / call.H) * call.T + t) * 3 + part) * call.H + head % call.H) *
-                              static_cast<int64_t>(call.D);
-        for (int e = 0; e < 4; e++)
-            if (4 * group + e < call.D) store(to + 4 * group + e, x[e]);
+        store_rotated(call, dqkv, head, part, t, group, x);
     }
 }
 
@@ -1170,6 +1177,30 @@ __global__ void __launch_bounds__(BackwardTile<Dim>::kThreads) attention_dkdv_ke
 }
 
 // ---------------------------------------------------------------------------------------------------------------
+// The rows of q and k for another implementation (attention_rows.h)
+
+__global__ void __launch_bounds__(kPackThreads) attention_rows_kernel(Call call) {
+    const int head = static_cast<int>(blockIdx.x) % call.heads, block = static_cast<int>(blockIdx.x) / call.heads;
+    pack_rows(call, nullptr, 2, head, block * kPackRows);
+}
+
+// The gradients of the packed rows are in their place.
+__global__ void __launch_bounds__(kPackThreads) attention_rows_backward_kernel(Call call, real* dqkv) {
+    const int head = static_cast<int>(blockIdx.x) % call.heads, block = static_cast<int>(blockIdx.x) / call.heads;
+    const int groups = call.width / 4;
+    for (int index = static_cast<int>(threadIdx.x); index < 2 * kPackRows * groups; index += kPackThreads) {
+        const int group = index % groups, t = block * kPackRows + index / groups % kPackRows;
+        const int part = index / groups / kPackRows;
+        if (t >= call.T) continue;
+        const real* from = static_cast<const real*>(part == 0 ? call.query : call.key) +
+                           (static_cast<int64_t>(head) * call.T + t) * call.width + 4 * group;
+        float x[4];
+        for (int e = 0; e < 4; e++) x[e] = load(from + e) * (part == 0 ? call.scale : 1.0f);
+        store_rotated(call, dqkv, head, part, t, group, x);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------
 // The ops
 
 // Calls body<Dim>() with the least number of channels that a kernel is made for.
@@ -1251,6 +1282,22 @@ Call make_call(Workspace& space, int64_t B, int64_t T, int64_t H, int64_t D, boo
     return call;
 }
 
+// A call that only packs rows, of D channels and as `real`.
+Call make_rows_call(void* query, void* key, const RotaryTable& rotary, int64_t B, int64_t T, int64_t H, int64_t D) {
+    Call call = {};
+    call.T = static_cast<int>(T);
+    call.H = static_cast<int>(H);
+    call.D = call.width = static_cast<int>(D);
+    call.heads = static_cast<int>(B * H);
+    call.in_bf16 = kHalfPrecision;
+    call.blocks = static_cast<int>(blocks_of(T, kPackRows));
+    call.scale = static_cast<float>(1 / std::sqrt(static_cast<double>(D)));
+    call.rotary = rotary;
+    call.query = query;
+    call.key = key;
+    return call;
+}
+
 // What both passes do first.
 void pack(const Call& call, const real* dout, const real* out, const float* lse, const float* lag_bias) {
     const cudaStream_t stream = device_stream();
@@ -1281,6 +1328,21 @@ void count(AttentionSkipping* skipping, const Call& call, bool backward) {
 }
 
 }  // namespace
+
+void attention_rows(real* query, real* key, const real* qkv, const RotaryTable& rotary, int64_t B, int64_t T, int64_t H,
+                    int64_t D) {
+    Call call = make_rows_call(query, key, rotary, B, T, H, D);
+    call.qkv = qkv;
+    launch(attention_rows_kernel, static_cast<unsigned>(call.heads) * call.blocks, kPackThreads, 0, device_stream(),
+           call);
+}
+
+void attention_rows_backward(real* dqkv, real* dquery, real* dkey, const RotaryTable& rotary, int64_t B, int64_t T,
+                             int64_t H, int64_t D) {
+    const Call call = make_rows_call(dquery, dkey, rotary, B, T, H, D);
+    launch(attention_rows_backward_kernel, static_cast<unsigned>(call.heads) * call.blocks, kPackThreads, 0,
+           device_stream(), call, dqkv);
+}
 
 int64_t attention_workspace_floats(int64_t B, int64_t T, int64_t H, int64_t D, bool forward_only) {
     Workspace forward = {nullptr}, backward = {nullptr};
