@@ -191,9 +191,10 @@ Row op_row(const std::string& name, double flops, double bytes) {
     return row;
 }
 
-void add_dense(std::vector<Case>& cases, const std::string& layer, int64_t N, int64_t C, int64_t OC) {
+void add_dense(std::vector<Case>& cases, const std::string& layer, const std::string& rows_name, int64_t N, int64_t C,
+               int64_t OC) {
     const double weights = static_cast<double>(C * OC), rows = static_cast<double>(N);
-    const std::string sizes = fmt::format("{}/N{}", layer, N);
+    const std::string sizes = layer + rows_name;
     cases.push_back(
         {op_row("linear_forward/" + sizes, 2 * weights * rows, kRealBytes * rows * static_cast<double>(C + OC)), [=] {
              const auto weight = shared_array(C * OC, 0.1f), bias = shared_array(OC, 0.1f);
@@ -215,9 +216,8 @@ void add_dense(std::vector<Case>& cases, const std::string& layer, int64_t N, in
 }
 
 // The ops that are one pass over memory, for N rows of C channels.
-void add_passes(std::vector<Case>& cases, int64_t N, const ModelShape& s) {
+void add_passes(std::vector<Case>& cases, const std::string& rows, int64_t N, const ModelShape& s) {
     const int64_t C = s.embed_dim, V = s.vocab, hidden = N * s.mlp_dim;
-    const std::string rows = fmt::format("/N{}", N);
     const double bytes = kRealBytes * static_cast<double>(N * C),
                  hidden_bytes = kRealBytes * static_cast<double>(hidden);
     cases.push_back({op_row("layernorm_forward" + rows, 0, 2 * bytes), [=] {
@@ -333,9 +333,9 @@ struct Tables {
     DeviceArray<float> rotary_memory, parameters, lag_bias;
     RotaryTable rotary;
 };
-std::shared_ptr<Tables> make_tables(const std::string& method, int64_t T, int64_t head_dim) {
+std::shared_ptr<Tables> make_tables(const std::string& method, int64_t T, int64_t head_dim, int64_t heads = kHeads) {
     const Subject subject = make_subject(
-        method, {fmt::format("model.embed_dim={}", kHeads * head_dim), fmt::format("model.heads={}", kHeads)});
+        method, {fmt::format("model.embed_dim={}", heads * head_dim), fmt::format("model.heads={}", heads)});
     auto tables = std::make_shared<Tables>();
     tables->shape = subject.model.shape;
     tables->rotary_memory = DeviceArray<float>(rotary_floats(tables->shape, T));
@@ -382,15 +382,16 @@ void run_backward(bool cudnn, real* dqkv, float* dlag_bias, const real* dout, co
                        D);
 }
 
-void add_attention(std::vector<Case>& cases, const std::string& method, int64_t T, int64_t B, int64_t D,
+void add_attention(std::vector<Case>& cases, const std::string& method, int64_t T, int64_t B, int64_t H, int64_t D,
                    bool cudnn = false) {
-    const int64_t H = kHeads, N = B * T, C = H * D;
+    const int64_t N = B * T, C = H * D;
     const double pairs = static_cast<double>(N) * static_cast<double>(T + 1) / 2,
                  bytes = kRealBytes * static_cast<double>(N * C);
-    const std::string more = fmt::format("B{}/D{}{}", B, D, cudnn ? "/cudnn" : "");
+    const std::string more =
+        fmt::format("B{}/D{}{}{}", B, D, H == kHeads ? "" : fmt::format("/H{}", H), cudnn ? "/cudnn" : "");
     cases.push_back(
         {method_row("attention_forward", method, T, B, more, 4 * static_cast<double>(C) * pairs, 4 * bytes), [=] {
-             const auto tables = make_tables(method, T, D);
+             const auto tables = make_tables(method, T, D, H);
              const auto workspace = shared_array(floats(attention_workspace_floats(B, T, H, D)), 0);
              return Work{rotating({N * C, floats(N * H), N * 3 * C}, 1, [=](const Arrays& a) {
                  run_forward(cudnn, a[0].data, a[1].data, a[2].data, *tables, workspace->data, B, T, H, D);
@@ -398,7 +399,7 @@ void add_attention(std::vector<Case>& cases, const std::string& method, int64_t 
          }});
     cases.push_back(
         {method_row("attention_backward", method, T, B, more, 10 * static_cast<double>(C) * pairs, 8 * bytes), [=] {
-             const auto tables = make_tables(method, T, D);
+             const auto tables = make_tables(method, T, D, H);
              const auto workspace = shared_array(floats(attention_workspace_floats(B, T, H, D)), 0);
              const auto dlag_bias = std::make_shared<DeviceArray<float>>(tables->lag_bias.size);
              const auto forward = [=](const Arrays& a) {
@@ -560,28 +561,41 @@ void add_evaluation(std::vector<Case>& cases, const std::string& method, int64_t
                      }});
 }
 
-// With `large`, also training steps of a larger model, which take a CPU minutes.
+// The dense layers and the passes over memory of a model for N tokens; logits exist 2048 rows at a time.
+void add_layers(std::vector<Case>& cases, int64_t N, const ModelShape& s, const std::string& more) {
+    const std::string rows = fmt::format("/N{}{}", N, more);
+    const int64_t C = s.embed_dim;
+    add_dense(cases, "qkv", rows, N, C, 3 * C);
+    add_dense(cases, "out_proj", rows, N, C, C);
+    add_dense(cases, "mlp.0", rows, N, C, s.mlp_dim);
+    add_dense(cases, "mlp.2", rows, N, s.mlp_dim, C);
+    if (N == 8192) add_dense(cases, "head", fmt::format("/N2048{}", more), 2048, C, s.vocab);
+    add_passes(cases, rows, N, s);
+}
+
+// With `large`, also a larger model's ops and training steps, which take a CPU minutes.
 std::vector<Case> all_cases(bool large) {
+    const std::vector<std::string> larger = {"model.layers=12", "model.embed_dim=768", "model.heads=12"};
+    const std::pair<int64_t, int64_t> larger_batches[] = {{1024, 8}, {8192, 1}};  // T and B
     std::vector<Case> cases;
     const ModelShape published = model_shape(method_config("none", {}));
-    for (int64_t B : {8, 32}) {
-        const int64_t N = B * 1024, C = published.embed_dim;
-        add_dense(cases, "qkv", N, C, 3 * C);
-        add_dense(cases, "out_proj", N, C, C);
-        add_dense(cases, "mlp.0", N, C, published.mlp_dim);
-        add_dense(cases, "mlp.2", N, published.mlp_dim, C);
-        if (B == 8) add_dense(cases, "head", 2048, C, published.vocab);
-        add_passes(cases, N, published);
-    }
+    for (int64_t B : {8, 32}) add_layers(cases, B * 1024, published, "");
     add_optimizer(cases, make_model(model_shape(method_config("full", {}))).parameters.size);
+    if (large) {
+        const ModelShape shape = model_shape(method_config("none", larger));
+        add_layers(cases, 8192, shape, fmt::format("/C{}", shape.embed_dim));
+        add_optimizer(cases, make_model(shape).parameters.size);
+        for (const auto& [T, B] : larger_batches)
+            for (const char* method : {"rope", "full"}) add_attention(cases, method, T, B, shape.heads, shape.head_dim);
+    }
     for (const Method& method : methods())
         for (int64_t T : {1024, 32768}) add_tables(cases, method.name, T);
     for (int64_t D : {24, 64})
         for (const auto& [T, B] : {std::pair<int64_t, int64_t>{512, 8}, {1024, 8}, {8192, 1}, {32768, 1}})
-            for (const Method& method : methods()) add_attention(cases, method.name, T, B, D);
+            for (const Method& method : methods()) add_attention(cases, method.name, T, B, kHeads, D);
     if (kHasCudnn) {
         for (const auto& [T, B] : {std::pair<int64_t, int64_t>{1024, 8}, {8192, 1}})
-            for (int64_t D : {24, 64}) add_attention(cases, "rope", T, B, D, true);
+            for (int64_t D : {24, 64}) add_attention(cases, "rope", T, B, kHeads, D, true);
         add_training(cases, "rope", 1024, 32, 0, {"model.attention=cudnn"});
     }
     for (int64_t D : {24, 64})
@@ -595,10 +609,9 @@ std::vector<Case> all_cases(bool large) {
             add_evaluation(cases, method.name, T, true);
             if (method.lag_bias != nullptr) add_evaluation(cases, method.name, T, false);
         }
-    for (const auto& [T, B] : {std::pair<int64_t, int64_t>{1024, 8}, {8192, 1}})
+    for (const auto& [T, B] : larger_batches)
         for (const char* method : {"rope", "full"})
-            if (large)
-                add_training(cases, method, T, B, 0, {"model.layers=12", "model.embed_dim=768", "model.heads=12"});
+            if (large) add_training(cases, method, T, B, 0, larger);
     return cases;
 }
 
@@ -757,7 +770,7 @@ int run(int argc, char** argv) {
     app.add_option("--threads", threads, "threads (default: all)")->check(CLI::Range(1, 1024));
     app.add_option("--json", json_file, "write a JSON file as well");
     app.add_option("--inputs", inputs, "only write tokens and initial weights for bench/torch_baseline.py there");
-    app.add_flag("--large", large, "also training steps of a model of 12 layers and 768 channels");
+    app.add_flag("--large", large, "also ops and training steps of a model of 12 layers and 768 channels");
     app.add_flag("--list", list, "only list the names of the rows");
     app.footer(
         "Columns: name, median time of one run, fastest and slowest sample against it, arithmetic per second and in\n"

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Times PyTorch's attention on a GPU, forward and backward, on the rows attention_forward and attention_backward of
-jetlag's bench program (4 heads of 64 channels, float32), and prints each beside jetlag's time.
+jetlag's bench program (4 heads of 64 channels, in its precision), and prints each beside jetlag's time.
 
     sdpa    scaled_dot_product_attention, causal: a method without a lag bias (rope, whose rotation is not counted)
     flex    compiled FlexAttention whose score_mod reads the lag's entry of a learned (H, T) table (full)
@@ -46,7 +46,7 @@ def measure(attend, inputs, B, T, repeat):
         with torch.no_grad():
             attend(q, k, v)
 
-    dout = torch.randn(B, H, T, D, device="cuda")
+    dout = torch.randn(B, H, T, D, device="cuda", dtype=q.dtype)
 
     def both():
         torch.autograd.grad(attend(q, k, v), inputs, dout)
@@ -61,13 +61,18 @@ def main():
     parser.add_argument("--repeat", type=int, default=5)
     options = parser.parse_args()
     with open(options.jetlag) as file:
-        jetlag = {row["name"]: row["median"] for row in json.load(file)["rows"]}
+        measured = json.load(file)
+    jetlag = {row["name"]: row["median"] for row in measured["rows"]}
+    precision = measured["machine"].get("precision", "fp32")
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    if precision == "tf32":
+        torch.backends.cuda.matmul.allow_tf32 = True
     if not torch.cuda.is_available():
         sys.exit("torch_attention: error: PyTorch sees no GPU")
-    print(f"PyTorch {torch.__version__}, {torch.cuda.get_device_name()}")
+    print(f"PyTorch {torch.__version__}, {torch.cuda.get_device_name()}, {precision}")
     flex = torch.compile(flex_attention)
     for T, B in SHAPES:
-        q, k, v = (torch.randn(B, H, T, D, device="cuda", requires_grad=True) for _ in range(3))
+        q, k, v = (torch.randn(B, H, T, D, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3))
         bias = torch.randn(H, T, device="cuda", requires_grad=True)
         mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, T, T, device="cuda")
 

@@ -257,7 +257,7 @@ static void check_cudnn(const std::string& where, const ModelShape& shape) {
         fail_usage(
             "{}: model.attention: cudnn in a program built with BACKEND={} PRECISION={}{} (wanted BACKEND=cuda "
             "PRECISION=bf16 and cuDNN 9.16 or later when it was built; or fused)",
-            where, backend_name(), kHalfPrecision ? "bf16" : "fp32", why);
+            where, backend_name(), kPrecision, why);
     }
     if (shape.lag_bias.module != nullptr)
         fail_usage("{}: model.attention: cudnn with position {}, which has a lag bias (wanted one without; or fused)",

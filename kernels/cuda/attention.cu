@@ -20,11 +20,10 @@
 // at once are in different banks.
 //
 // With bf16 activations and up to 128 channels, rows are packed in bf16, in whole groups of 16 channels, and both
-// functions are products of the tensor cores with sums in float: lane 4 g + q then owns the columns 2 q, 2 q + 1 of
-// each
-// 8. Softmax stays in float. P and dS are rounded to bf16 for the products that they are an operand of, where a lane's
-// part of the one is its part of the other: they stay in registers. What is summed along diagonals is not rounded. More
-// channels are computed in float: registers do not suffice for sums of a fragment's 16 rows.
+// functions are products of the tensor cores with sums in float: lane 4 g + q then owns the columns 2 q, 2 q + 1
+// of each 8. Softmax stays in float. P and dS are rounded to bf16 for the products that they are an operand of, where a
+// lane's part of the one is its part of the other: they stay in registers. What is summed along diagonals is not
+// rounded. More channels are computed in float: registers do not suffice for sums of a fragment's 16 rows.
 //
 // The lag table is copied with -infinity on either side, and the run of M + N entries that a tile of scores needs is
 // brought along with the tile. The accumulators of scores start from it, so that adding the bias costs nothing, and as
