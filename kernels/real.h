@@ -1,6 +1,7 @@
 // What activations, their gradients and the operands of matrix products are kept in: `real`, which is float, or bf16
 // where the Makefile's PRECISION=bf16 defines JETLAG_BF16. Arithmetic is in float either way, and so are parameters,
-// their gradients, tables, statistics and everything of the optimizer.
+// their gradients, tables, statistics and everything of the optimizer. With PRECISION=tf32, which defines JETLAG_TF32,
+// `real` is float, and products of matrices round their operands to tf32's 11 bits.
 #pragma once
 
 #include <cstdint>
@@ -51,6 +52,12 @@ inline constexpr bool kHalfPrecision = false;
 JETLAG_DEVICE inline real to_real(float x) {
     return x;
 }
+#endif
+
+#ifdef JETLAG_TF32
+inline constexpr bool kTf32 = true;
+#else
+inline constexpr bool kTf32 = false;
 #endif
 
 }  // namespace jetlag
