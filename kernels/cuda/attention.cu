@@ -28,8 +28,9 @@
 // registers do not suffice for sums of a fragment's 16 rows.
 //
 // The two differ in a few lines. A fragment of rows is four pieces of 16 bytes for ldmatrix, of 8 bf16 or of 4 tf32.
-// What is read by columns, by ldmatrix too in bf16, which it transposes, are single words in tf32, and rows of 8 n + 4
-// words have those of a warp in different banks. Tiles of 128 channels, twice as large, are of fewer rows.
+// ldmatrix can transpose bf16 only: in tf32, what is read by columns is single words, which rows of 8 n + 4 words keep
+// in different banks. Rows of tf32 are twice as long, so that with 128 channels only smaller tiles fit in shared
+// memory.
 //
 // The lag table is copied with -infinity on either side, and the run of M + N entries that a tile of scores needs is
 // brought along with the tile. The accumulators of scores start from it, so that adding the bias costs nothing, and as
@@ -590,27 +591,29 @@ __device__ __forceinline__ void multiply_rows(float (&scores)[Tile::kRows][Tile:
 
 // Register k of a lane's fragment of weights, rounded: `row` has four weights for it in bf16, two in tf32, whose keys
 // 2 q and 2 q + 1 take the places q and q + 4 of the sum.
-__device__ __forceinline__ uint32_t weight_fragment(const float* row, int k, bf16) {
-    return pack_bf16(row[k / 2 * 2], row[k / 2 * 2 + 1]);
-}
-__device__ __forceinline__ uint32_t weight_fragment(const float* row, int k, tf32) {
-    return to_tf32(row[k / 2]);
+template <typename Tile>
+__device__ __forceinline__ uint32_t weight_fragment(const float* row, int k) {
+    if constexpr (kHalfPrecision)
+        return pack_bf16(row[k / 2 * 2], row[k / 2 * 2 + 1]);
+    else
+        return to_tf32(row[k / 2]);
 }
 
 // Where a lane's fragments of values begin, and those of two tiles of 8 channels; without `both` of the first.
-__device__ __forceinline__ int value_offset(int stride, int g, int q, bf16) {
-    const int l = 4 * g + q;
-    return l % 16 * stride + l / 16 * 8;
+template <typename Tile>
+__device__ __forceinline__ int value_offset(const Lane<Tile>& lane) {
+    const int l = 4 * lane.g + lane.q;
+    return kHalfPrecision ? l % 16 * Tile::kStride + l / 16 * 8 : 2 * lane.q * Tile::kStride + lane.g;
 }
-__device__ __forceinline__ int value_offset(int stride, int g, int q, tf32) {
-    return 2 * q * stride + g;
-}
-__device__ __forceinline__ void load_values(uint32_t b[4], const bf16* values, int, bool) {
-    load_matrix_x4_trans(b, values);
-}
-__device__ __forceinline__ void load_values(uint32_t b[4], const tf32* values, int stride, bool both) {
-    b[0] = values[0].bits, b[1] = values[stride].bits;
-    if (both) b[2] = values[8].bits, b[3] = values[stride + 8].bits;
+template <typename Tile>
+__device__ __forceinline__ void value_fragments(uint32_t b[4], const TensorElement* values, bool both) {
+    if constexpr (kHalfPrecision) {
+        load_matrix_x4_trans(b, values);
+    } else {
+        const TensorElement* next = values + Tile::kStride;
+        b[0] = values[0].bits, b[1] = next[0].bits;
+        if (both) b[2] = values[8].bits, b[3] = next[8].bits;
+    }
 }
 
 // sums += the product of the warp's tile of `weights`, rounded, with the kN rows of `values`, of kStride elements.
@@ -618,16 +621,16 @@ template <typename Tile>
 __device__ __forceinline__ void multiply_weights(float (&sums)[Tile::kRows][Tile::kChannels],
                                                  const float (&weights)[Tile::kRows][Tile::kColumns],
                                                  const TensorElement* values, const Lane<Tile>& lane) {
-    values += value_offset(Tile::kStride, lane.g, lane.q, TensorElement());
+    values += value_offset(lane);
     UNROLL for (int n = 0; n < Tile::kN / Tile::kStep; n++) {
         uint32_t a[Tile::kRows / 2][4];
         UNROLL for (int m = 0; m < Tile::kRows / 2; m++) {
             UNROLL for (int k = 0; k < 4; k++) a[m][k] =
-                weight_fragment(&weights[2 * m + k % 2][Tile::kStep / 4 * n], k, TensorElement());
+                weight_fragment<Tile>(&weights[2 * m + k % 2][Tile::kStep / 4 * n], k);
         }
         UNROLL for (int c = 0; c < Tile::kDim; c += 16) {
             uint32_t b[4];
-            load_values(b, values + Tile::kStep * n * Tile::kStride + c, Tile::kStride, c + 8 < Tile::kDim);
+            value_fragments<Tile>(b, values + Tile::kStep * n * Tile::kStride + c, c + 8 < Tile::kDim);
             UNROLL for (int m = 0; m < Tile::kRows / 2; m++) {
                 multiply_fragments(sums, m, c / 8, a[m], b);
                 if (c + 8 < Tile::kDim) multiply_fragments(sums, m, c / 8 + 1, a[m], b + 2);
