@@ -8,17 +8,17 @@ PRECISION ?= fp32
 
 # Each variant has its own folder, so that objects of different flags never mix.
 comma := ,
-VARIANT := $(BACKEND)$(if $(filter bf16,$(PRECISION)),-bf16)$(if $(DEBUG),-debug)$(if $(SAN),-$(subst $(comma),-,$(SAN)))
+VARIANT := $(BACKEND)$(addprefix -,$(filter bf16 tf32,$(PRECISION)))$(if $(DEBUG),-debug)$(if $(SAN),-$(subst $(comma),-,$(SAN)))
 BUILD ?= build/$(VARIANT)
 
 ifneq ($(filter-out cpu cuda emu,$(BACKEND)),)
 $(error BACKEND=$(BACKEND): there are cpu, cuda and emu)
 endif
-ifneq ($(filter-out fp32 bf16,$(PRECISION)),)
-$(error PRECISION=$(PRECISION): there are fp32 and bf16)
+ifneq ($(filter-out fp32 tf32 bf16,$(PRECISION)),)
+$(error PRECISION=$(PRECISION): there are fp32, tf32 and bf16)
 endif
-ifeq ($(BACKEND)-$(PRECISION),cpu-bf16)
-$(error PRECISION=bf16: the CPU's ops are float32 only; BACKEND=cuda and BACKEND=emu have bf16)
+ifeq ($(BACKEND)$(filter fp32,$(PRECISION)),cpu)
+$(error PRECISION=$(PRECISION): the CPU's ops are float32 only; BACKEND=cuda and BACKEND=emu have $(PRECISION))
 endif
 ifneq ($(and $(filter emu,$(BACKEND)),$(findstring thread,$(SAN))),)
 $(error BACKEND=emu with SAN=$(SAN): ThreadSanitizer cannot follow the emulator's fibers)
@@ -38,7 +38,7 @@ OPENMP := -fopenmp
 CXXFLAGS := -std=c++20 -Wall -Wextra -Werror $(if $(DEBUG)$(SAN),-g) $(OPENMP) -ffp-contract=off -pthread
 # -MD, not -MMD: Highway's foreach_target.h includes the kernels again, and what a system header includes counts as one.
 # Arm's scalable vectors have no size at compile time, and the kernels keep vectors in arrays: NEON serves every Arm.
-CPPFLAGS := -I. -MD -MP -DFMT_SHARED $(if $(filter bf16,$(PRECISION)),-DJETLAG_BF16 )-DHWY_DISABLED_TARGETS=HWY_SVE+HWY_SVE2+HWY_SVE_256+HWY_SVE2_128
+CPPFLAGS := -I. -MD -MP -DFMT_SHARED $(if $(filter bf16,$(PRECISION)),-DJETLAG_BF16 )$(if $(filter tf32,$(PRECISION)),-DJETLAG_TF32 )-DHWY_DISABLED_TARGETS=HWY_SVE+HWY_SVE2+HWY_SVE_256+HWY_SVE2_128
 LDFLAGS := $(OPENMP) -pthread
 LDLIBS := -lhwy -lyaml-cpp -lcurl -lcrypto -larchive -lcsv -lfmt
 # Time is spent in the kernels, whose micro-loops want to be unrolled, and in the tests' reference. The rest only calls
@@ -210,6 +210,7 @@ help:
 	@echo '       =cuda            for NVIDIA GPUs, into build/cuda/ (needs the CUDA Toolkit 12 or later in CUDA_HOME)'
 	@echo '       =emu             the same kernels run on the CPU, into build/emu/ (needs the package libboost-context-dev)'
 	@echo 'PRECISION=bf16          activations and matrix products in bf16 (cuda, emu), into build/cuda-bf16/, build/emu-bf16/'
+	@echo '         =tf32          float32 with matrix products in tf32 (cuda, emu), into build/cuda-tf32/, build/emu-tf32/'
 	@echo 'CUDNN=no                without cuDNN (cuda, bf16; default: with it if it is 9.16 or later)'
 	@echo 'CUDA_ARCH="90 120"      the GPU architectures to compile for; native: the one at hand'
 

@@ -1,6 +1,7 @@
 // What activations, their gradients and the operands of matrix products are kept in: `real`, which is float, or bf16
 // where the Makefile's PRECISION=bf16 defines JETLAG_BF16. Arithmetic is in float either way, and so are parameters,
-// their gradients, tables, statistics and everything of the optimizer.
+// their gradients, tables, statistics and everything of the optimizer. With PRECISION=tf32, which defines JETLAG_TF32,
+// `real` is float, and products of matrices round their operands to tf32's 11 bits.
 #pragma once
 
 #include <cstdint>
@@ -42,17 +43,23 @@ JETLAG_DEVICE inline bf16 to_bf16(float x) {
 #ifdef JETLAG_BF16
 using real = bf16;
 inline constexpr bool kHalfPrecision = true;
-inline constexpr const char* kPrecision = "bf16";
 JETLAG_DEVICE inline real to_real(float x) {
     return to_bf16(x);
 }
 #else
 using real = float;
 inline constexpr bool kHalfPrecision = false;
-inline constexpr const char* kPrecision = "fp32";
 JETLAG_DEVICE inline real to_real(float x) {
     return x;
 }
 #endif
+
+#ifdef JETLAG_TF32
+inline constexpr bool kTf32 = true;
+#else
+inline constexpr bool kTf32 = false;
+#endif
+
+inline constexpr const char* kPrecision = kHalfPrecision ? "bf16" : kTf32 ? "tf32" : "fp32";
 
 }  // namespace jetlag

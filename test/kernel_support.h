@@ -27,6 +27,14 @@ inline constexpr float kInfinity = std::numeric_limits<float>::infinity();
 inline constexpr double kRounding = 0x1p-24;  // the largest relative error of one float rounding
 // What the rounding of a result to `real` adds to its relative error, where that is more than a float's.
 inline constexpr double kRealRounding = kHalfPrecision ? 0x1p-8 : 0;
+// The largest relative error of an operand of a product, where it is rounded for it.
+inline constexpr double kOperandRounding = kTf32 ? 0x1p-11 : 0;
+
+// A tolerance in float, or in bf16. In tf32, operands of products are rounded an eighth as much as in bf16, and nothing
+// else is rounded: an eighth of what bf16 is allowed.
+constexpr double by_precision(double in_float, double in_bf16) {
+    return kHalfPrecision ? in_bf16 : kTf32 ? in_bf16 / 8 : in_float;
+}
 
 // The values in device memory, which the host cannot read itself.
 template <typename T>
@@ -147,6 +155,12 @@ inline double distance(const Floats& found, const Doubles& want) {
     double sum = 0;
     for (size_t i = 0; i < want.size(); i++) sum += (found[i] - want[i]) * (found[i] - want[i]);
     return std::sqrt(sum);
+}
+
+// What rounding the operands adds to a product of matrices with k terms in each sum, the Euclidean norm: independent
+// errors of all terms, each of up to two roundings.
+inline double product_noise(const Floats& a, const Floats& b, int64_t k) {
+    return 2 * kOperandRounding * norm(a) * norm(b) / std::sqrt(static_cast<double>(k));
 }
 
 // distance / |want|.

@@ -116,21 +116,20 @@ TEST(Chunks, MatchTheReference) {
         const reference::ModelOutput want = reference::model_gradients(settings, parameters, tokens, targets, B, T);
         for (const Mode mode : {Mode::training, Mode::recomputing}) {
             const Step found = train_once(model, mode, B, T);
-            EXPECT_NEAR(found.loss[0], want.loss, (kHalfPrecision ? 2e-3 : 1e-6) * want.loss);
+            EXPECT_NEAR(found.loss[0], want.loss, test::by_precision(1e-6, 2e-3) * want.loss);
             double whole = 0;
             for (const auto& [name, values] : want.gradients) whole = std::hypot(whole, test::norm(values));
             for (const ParameterInfo& info : model.layout) {
                 const auto begin = found.gradients.begin() + info.offset;
                 const std::vector<double>& tensor = want.gradients.at(info.name);
-                EXPECT_LE(
-                    test::distance({begin, begin + info.size}, tensor),
-                    kHalfPrecision ? 0.1 * test::norm(tensor) + 1e-2 * whole : 2e-5 * test::norm(tensor) + 1e-7 * whole)
+                EXPECT_LE(test::distance({begin, begin + info.size}, tensor),
+                          test::by_precision(2e-5, 0.1) * test::norm(tensor) + test::by_precision(1e-7, 1e-2) * whole)
                     << info.name;
             }
         }
         Activations acts = make_activations(model.shape, B, T, Mode::inference, false);
         const BatchResult result = evaluate_batch(model, acts, tokens, targets, B, T, T);
-        EXPECT_NEAR(result.loss, want.loss, (kHalfPrecision ? 2e-3 : 1e-6) * want.loss);
+        EXPECT_NEAR(result.loss, want.loss, test::by_precision(1e-6, 2e-3) * want.loss);
     }
 }
 

@@ -743,7 +743,7 @@ TEST(EvalLm, ReportsWhatItSkippedAndSkipsNothingOnRequest) {
     EXPECT_EQ(with[1]["loss"], without[1]["loss"]);
     for (const char* figure : {"loss", "logit_std", "logit_abs_max", "entropy", "effective_support", "mean_lag"}) {
         const double a = with[0][figure], b = without[0][figure];
-        EXPECT_NEAR(a, b, (kHalfPrecision ? 1e-3 : 1e-5) * std::fabs(b)) << figure;
+        EXPECT_NEAR(a, b, test::by_precision(1e-5, 1e-3) * std::fabs(b)) << figure;
     }
     EXPECT_EQ(std::stod(read_csv(w.path("skipping.csv"))[0].at("attention_skipped")), with[0]["attention_skipped"]);
     EXPECT_EQ(std::stod(read_csv(w.path("every.csv"))[0].at("attention_skipped")), 0.0);

@@ -269,7 +269,7 @@ void expect_same_logits(const Model& model, const std::vector<int32_t>& tokens, 
         const int64_t row = cache.length - 1 - first;
         if (row < 0) continue;
         EXPECT_LE(largest_difference(found, std::span(want).subspan(row * V, V)),
-                  kHalfPrecision ? 1e4 * tolerance : tolerance)
+                  by_precision(tolerance, 1e4 * tolerance))
             << "row " << row;
     }
     EXPECT_EQ(cache.length, T);
@@ -536,7 +536,7 @@ TEST(Generate, PromptFilesOfAnyBytes) {
         const auto row = logits.begin() + i * 256;
         // Two logits within the rounding of the two ways are both right.
         EXPECT_GE(row[tokens[static_cast<size_t>(256 + i)]],
-                  *std::max_element(row, row + 256) - (kHalfPrecision ? 5e-2 : 1e-5))
+                  *std::max_element(row, row + 256) - by_precision(1e-5, 5e-2))
             << i;
     }
 }

@@ -824,12 +824,12 @@ TEST(TrainLm, PublishedRunsFromTheirSeedAlone) {
         ASSERT_EQ(initial["losses"].size(), run["initial_eval_losses"].size());
         for (size_t n = 0; n < initial["losses"].size(); n++)
             EXPECT_NEAR(initial["losses"][n].get<double>(), run["initial_eval_losses"][n].get<double>(),
-                        kHalfPrecision ? 1e-2 : 1e-5);
+                        test::by_precision(1e-5, 1e-2));
         const std::vector<double> losses = logged_losses(w.run(name));
         ASSERT_EQ(losses.size(), 40u);
         ASSERT_EQ(run["losses"].size(), 40u);
         for (size_t n = 0; n < 40; n++)
-            EXPECT_NEAR(losses[n], run["losses"][n].get<double>(), kHalfPrecision ? 2e-2 : 1e-5) << n + 1;
+            EXPECT_NEAR(losses[n], run["losses"][n].get<double>(), test::by_precision(1e-5, 2e-2)) << n + 1;
     }
 }
 

@@ -1,4 +1,5 @@
-// Causal attention with a rotary table and a lag-bias table, forward and backward, in float or with products in bf16.
+// Causal attention with a rotary table and a lag-bias table, forward and backward, in float or with products in bf16 or
+// tf32.
 //
 // A block owns a tile of M tokens, whose sums stay in registers, and streams over tiles of N tokens of the other side,
 // which cp.async brings into one of two buffers while the block works on the other:
@@ -19,11 +20,17 @@
 // shuffles. Rows of tiles are 4 floats longer than their number of channels, so that the eight rows that a warp reads
 // at once are in different banks.
 //
-// With bf16 activations and up to 128 channels, rows are packed in bf16, in whole groups of 16 channels, and both
-// functions are products of the tensor cores with sums in float: lane 4 g + q then owns the columns 2 q, 2 q + 1
-// of each 8. Softmax stays in float. P and dS are rounded to bf16 for the products that they are an operand of, where a
-// lane's part of the one is its part of the other: they stay in registers. What is summed along diagonals is not
-// rounded. More channels are computed in float: registers do not suffice for sums of a fragment's 16 rows.
+// In bf16 and tf32, with up to 128 channels, rows are packed rounded, in whole groups of 16 or 8 channels, and both
+// functions are products of the tensor cores with sums in float: lane 4 g + q then owns the columns 2 q, 2 q + 1 of
+// each 8. Softmax stays in float. P and dS are rounded for the products that they are an operand of, and stay in their
+// registers: in bf16 a lane's part of a result is its part of an operand, and in tf32 it is once the sum takes keys in
+// the order 0, 2, 4, 6, 1, 3, 5, 7. What is summed along diagonals is not rounded. More channels are computed in float:
+// registers do not suffice for sums of a fragment's 16 rows.
+//
+// The two differ in a few lines. A fragment of rows is four pieces of 16 bytes for ldmatrix, of 8 bf16 or of 4 tf32.
+// ldmatrix can transpose bf16 only: in tf32, what is read by columns is single words, which rows of 8 n + 4 words keep
+// in different banks. Rows of tf32 are twice as long, so that with 128 channels only smaller tiles fit in shared
+// memory.
 //
 // The lag table is copied with -infinity on either side, and the run of M + N entries that a tile of scores needs is
 // brought along with the tile. The accumulators of scores start from it, so that adding the bias costs nothing, and as
@@ -88,14 +95,14 @@ struct HeadBound {
 struct Call {
     int T, H, D;
     int heads;
-    int width;     // of packed rows: D or more, whole groups of 4
-    bool in_bf16;  // packed rows
-    int blocks;    // of kPackRows tokens
-    int padded_T;  // blocks kPackRows
-    float scale;   // of scores
+    int width;              // of packed rows: D or more, whole groups of 4
+    bool in_bf16, in_tf32;  // packed rows
+    int blocks;             // of kPackRows tokens
+    int padded_T;           // blocks kPackRows
+    float scale;            // of scores
     RotaryTable rotary;
     const real* qkv;
-    // Packed, (heads, T, width), of floats or of bf16: query times scale
+    // Packed, (heads, T, width), of floats, rounded to tf32 or not, or of bf16: query times scale
     void *query, *key, *value, *dout;
     // The lag tables, of every head or of none: (H or 1, lag_stride), entry kLagPad + d
     float* lags;
@@ -158,6 +165,8 @@ __device__ __forceinline__ void pack_rows(const Call& call, const real* dout, in
         if (part < 2) rotate_channels(x, call.rotary, t, group, part == 1);
         if (part == 0)
             for (int e = 0; e < 4; e++) x[e] *= call.scale;
+        if (kTf32 && call.in_tf32)
+            for (int e = 0; e < 4; e++) x[e] = __uint_as_float(to_tf32(x[e]));
         void* packed = part == 0 ? call.query : part == 1 ? call.key : part == 2 ? call.value : call.dout;
         const int64_t four = (static_cast<int64_t>(head) * call.T + t) * groups + group;
         if (call.in_bf16)
@@ -439,22 +448,29 @@ __device__ __forceinline__ Visit next_row_tile(const Call& call, int head, bool 
 // ---------------------------------------------------------------------------------------------------------------
 // Tiles
 
-// Whether products are the tensor cores', of bf16.
+// A float that is rounded to tf32.
+struct tf32 {
+    uint32_t bits;
+};
+
+// Whether products are the tensor cores', and of what.
 template <int Dim>
-constexpr bool kTensor = kHalfPrecision&& Dim <= 128;
+constexpr bool kTensor = (kHalfPrecision || kTf32) && Dim <= 128;
+using TensorElement = std::conditional_t<kHalfPrecision, bf16, tf32>;
 
 // How a block is cut for heads of up to kDim channels: lanes own kRows rows and kColumns columns of scores.
 template <int Dim, int Warps, int Rows, int Columns>
 struct Tile {
     static constexpr int kDim = Dim, kWarps = Warps, kRows = Rows, kColumns = Columns;
     static constexpr bool kTensor = jetlag::kTensor<Dim>;
-    using Element = std::conditional_t<kTensor, bf16, float>;              // of packed rows
-    static constexpr int kDepth = kTensor ? (kDim + 15) / 16 * 16 : kDim;  // channels of a packed row
+    using Element = std::conditional_t<kTensor, TensorElement, float>;  // of packed rows
+    static constexpr int kPiece = 16 / sizeof(Element);                 // elements of a copy
+    static constexpr int kStep = kTensor ? 2 * kPiece : 4;  // channels, or keys, that a product takes at once
+    static constexpr int kDepth = (kDim + kStep - 1) / kStep * kStep;  // channels of a packed row
     static constexpr int kThreads = Warps * kWarp;
     static constexpr int kWarpRows = 8 * Rows;
     static constexpr int kM = Warps * kWarpRows, kN = 4 * Columns;
-    static constexpr int kPiece = 16 / sizeof(Element);  // elements of a copy
-    static constexpr int kStride = kDepth + kPiece;      // elements of a row in shared memory
+    static constexpr int kStride = kDepth + kPiece;  // elements of a row in shared memory
     static constexpr int kRowFloats = kStride * sizeof(Element) / sizeof(float);
     static constexpr int kWeightStride = kN + 4;                      // the same of a tile of weights
     static constexpr int kGroup = !kTensor && Dim % 16 == 0 ? 4 : 2;  // channels that a lane owns together
@@ -475,7 +491,7 @@ constexpr auto forward_tile() {
     if constexpr (Dim <= 64)
         return Tile<Dim, 4, 4, 8>();
     else if constexpr (kTensor<Dim>)
-        return Tile<Dim, 4, 2, 8>();
+        return Tile < Dim, 4, 2, kTf32 ? 4 : 8 > ();
     else if constexpr (Dim <= 128)
         return Tile<Dim, 2, 4, 4>();
     else
@@ -487,7 +503,7 @@ constexpr auto backward_tile() {
         return Tile<Dim, 4, 4, 8>();
     else if constexpr (Dim <= 64)
         return Tile<Dim, 4, 2, 8>();
-    else if constexpr (kTensor<Dim>)
+    else if constexpr (kTensor<Dim> && !kTf32)
         return Tile<Dim, 4, 2, 4>();
     else if constexpr (Dim <= 128)
         return Tile<Dim, 2, 2, 4>();
@@ -498,6 +514,13 @@ template <int Dim>
 using ForwardTile = decltype(forward_tile<Dim>());
 template <int Dim>
 using BackwardTile = decltype(backward_tile<Dim>());
+
+// The blocks that __launch_bounds__ asks room for; 0: as the compiler likes, who in tf32 would now and then spill a few
+// registers to make room for one block more.
+template <int Dim, bool WithStats>
+constexpr int kForwardBlocks = (WithStats || Dim == 8) && kTf32 ? 1 : 0;
+template <int Dim>
+constexpr int kDqBlocks = Dim == 64 && kTf32 ? 1 : 0;
 
 template <int Rows, int Columns, typename Body>
 __device__ __forceinline__ void for_each(Body body) {
@@ -535,7 +558,10 @@ __device__ __forceinline__ void multiply_fragments(float (&sums)[Rows][Columns],
                                                    const uint32_t* b) {
     float d[4] = {sums[2 * m][2 * tile], sums[2 * m][2 * tile + 1], sums[2 * m + 1][2 * tile],
                   sums[2 * m + 1][2 * tile + 1]};
-    mma_bf16_16x8x16(d, a, b);
+    if constexpr (kHalfPrecision)
+        mma_bf16_16x8x16(d, a, b);
+    else
+        mma_tf32_16x8x8(d, a, b);
     sums[2 * m][2 * tile] = d[0];
     sums[2 * m][2 * tile + 1] = d[1];
     sums[2 * m + 1][2 * tile] = d[2];
@@ -543,14 +569,14 @@ __device__ __forceinline__ void multiply_fragments(float (&sums)[Rows][Columns],
 }
 
 // scores += the product of the warp's rows of `rows` and all of `columns`, both of kStride elements, over the first
-// `channels` channels (whole groups of 16).
+// `channels` channels (whole steps).
 template <typename Tile>
-__device__ __forceinline__ void multiply_rows(float (&scores)[Tile::kRows][Tile::kColumns], const bf16* rows,
-                                              const bf16* columns, int channels, const Lane<Tile>& lane) {
+__device__ __forceinline__ void multiply_rows(float (&scores)[Tile::kRows][Tile::kColumns], const TensorElement* rows,
+                                              const TensorElement* columns, int channels, const Lane<Tile>& lane) {
     const int l = 4 * lane.g + lane.q;
-    rows += (lane.warp * Tile::kWarpRows + l % 16) * Tile::kStride + l / 16 * 8;
-    columns += (l % 8 + l / 16 * 8) * Tile::kStride + l / 8 % 2 * 8;
-    ROLLED for (int c = 0; c < channels; c += 16) {
+    rows += (lane.warp * Tile::kWarpRows + l % 16) * Tile::kStride + l / 16 * Tile::kPiece;
+    columns += (l % 8 + l / 16 * 8) * Tile::kStride + l / 8 % 2 * Tile::kPiece;
+    ROLLED for (int c = 0; c < channels; c += Tile::kStep) {
         uint32_t a[Tile::kRows / 2][4];
         UNROLL for (int m = 0; m < Tile::kRows / 2; m++) load_matrix_x4(a[m], rows + 16 * m * Tile::kStride + c);
         UNROLL for (int n = 0; n < Tile::kN / 16; n++) {
@@ -564,25 +590,48 @@ __device__ __forceinline__ void multiply_rows(float (&scores)[Tile::kRows][Tile:
     }
 }
 
-// sums += the product of the warp's tile of `weights`, rounded to bf16, with the kN rows of `values`, of kStride
-// elements. A lane's part of a result is its part of an operand: the weights need not leave their registers.
+// Register k of a lane's fragment of weights, rounded: `row` has four weights for it in bf16, two in tf32, whose keys
+// 2 q and 2 q + 1 take the places q and q + 4 of the sum.
+template <typename Tile>
+__device__ __forceinline__ uint32_t weight_fragment(const float* row, int k) {
+    if constexpr (kHalfPrecision)
+        return pack_bf16(row[k / 2 * 2], row[k / 2 * 2 + 1]);
+    else
+        return to_tf32(row[k / 2]);
+}
+
+// Where a lane's fragments of values begin, and those of two tiles of 8 channels; without `both` of the first.
+template <typename Tile>
+__device__ __forceinline__ int value_offset(const Lane<Tile>& lane) {
+    const int l = 4 * lane.g + lane.q;
+    return kHalfPrecision ? l % 16 * Tile::kStride + l / 16 * 8 : 2 * lane.q * Tile::kStride + lane.g;
+}
+template <typename Tile>
+__device__ __forceinline__ void value_fragments(uint32_t b[4], const TensorElement* values, bool both) {
+    if constexpr (kHalfPrecision) {
+        load_matrix_x4_trans(b, values);
+    } else {
+        const TensorElement* next = values + Tile::kStride;
+        b[0] = values[0].bits, b[1] = next[0].bits;
+        if (both) b[2] = values[8].bits, b[3] = next[8].bits;
+    }
+}
+
+// sums += the product of the warp's tile of `weights`, rounded, with the kN rows of `values`, of kStride elements.
 template <typename Tile>
 __device__ __forceinline__ void multiply_weights(float (&sums)[Tile::kRows][Tile::kChannels],
                                                  const float (&weights)[Tile::kRows][Tile::kColumns],
-                                                 const bf16* values, const Lane<Tile>& lane) {
-    const int l = 4 * lane.g + lane.q;
-    values += l % 16 * Tile::kStride + l / 16 * 8;
-    UNROLL for (int n = 0; n < Tile::kN / 16; n++) {
+                                                 const TensorElement* values, const Lane<Tile>& lane) {
+    values += value_offset(lane);
+    UNROLL for (int n = 0; n < Tile::kN / Tile::kStep; n++) {
         uint32_t a[Tile::kRows / 2][4];
         UNROLL for (int m = 0; m < Tile::kRows / 2; m++) {
-            UNROLL for (int k = 0; k < 4; k++) {
-                const float* pair = &weights[2 * m + k % 2][4 * n + k / 2 * 2];
-                a[m][k] = pack_bf16(pair[0], pair[1]);
-            }
+            UNROLL for (int k = 0; k < 4; k++) a[m][k] =
+                weight_fragment<Tile>(&weights[2 * m + k % 2][Tile::kStep / 4 * n], k);
         }
         UNROLL for (int c = 0; c < Tile::kDim; c += 16) {
             uint32_t b[4];
-            load_matrix_x4_trans(b, values + 16 * n * Tile::kStride + c);
+            value_fragments<Tile>(b, values + Tile::kStep * n * Tile::kStride + c, c + 8 < Tile::kDim);
             UNROLL for (int m = 0; m < Tile::kRows / 2; m++) {
                 multiply_fragments(sums, m, c / 8, a[m], b);
                 if (c + 8 < Tile::kDim) multiply_fragments(sums, m, c / 8 + 1, a[m], b + 2);
@@ -669,7 +718,7 @@ __device__ __forceinline__ const typename Tile::Element* rows_of(const void* pac
 // The channels that products go over.
 template <typename Tile>
 __device__ __forceinline__ int depth_of(int D) {
-    return Tile::kTensor ? (D + 15) / 16 * 16 : (D + 3) / 4 * 4;
+    return (D + Tile::kStep - 1) / Tile::kStep * Tile::kStep;
 }
 
 // Asks for count floats, a whole number of fours, of an array aligned to 16 bytes.
@@ -704,7 +753,7 @@ struct ForwardShared {
 // also shifts every (s - max), which adds (max - max') sum e to the first. Each lane sums over its own columns; the
 // four lanes of a row come together at the end.
 template <int Dim, bool WithStats>
-__global__ void __launch_bounds__(ForwardTile<Dim>::kThreads)
+__global__ void __launch_bounds__(ForwardTile<Dim>::kThreads, kForwardBlocks<Dim, WithStats>)
     attention_forward_kernel(Call call, real* out, float* lse, float* entropy, float* mean_lag) {
     using Tile = ForwardTile<Dim>;
     using Shared = ForwardShared<Tile>;
@@ -929,7 +978,8 @@ __device__ __forceinline__ void sum_diagonals(float* runs, const float* weights,
 // sums of its own for every lag, to which each tile of scores adds its M + N - 1: first every warp for its own rows, in
 // shared memory, and in the next turn all threads the sum of the warps'.
 template <int Dim>
-__global__ void __launch_bounds__(BackwardTile<Dim>::kThreads) attention_dq_kernel(Call call, real* dqkv) {
+__global__ void __launch_bounds__(BackwardTile<Dim>::kThreads, kDqBlocks<Dim>)
+    attention_dq_kernel(Call call, real* dqkv) {
     using Tile = BackwardTile<Dim>;
     using Shared = BackwardShared<Tile>;
     using Element = typename Tile::Element;
@@ -1244,7 +1294,8 @@ Call make_call(Workspace& space, int64_t B, int64_t T, int64_t H, int64_t D, boo
     int rows_of_tile = 0;
     with_width(D, [&]<int Dim>() {
         call.width = BackwardTile<Dim>::kDepth;
-        call.in_bf16 = BackwardTile<Dim>::kTensor;
+        call.in_bf16 = kHalfPrecision && BackwardTile<Dim>::kTensor;
+        call.in_tf32 = kTf32 && BackwardTile<Dim>::kTensor;
         rows_of_tile = BackwardTile<Dim>::kM;
     });
     call.blocks = static_cast<int>(blocks_of(T, kPackRows));

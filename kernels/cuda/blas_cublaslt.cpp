@@ -1,9 +1,9 @@
 // Dense products through cuBLASLt. Its matrices are stored by columns: a matrix (rows, columns) of ours is its
 // transpose there, so out = inp weight^T + bias is computed as out^T = weight inp^T, with the bias along the rows.
 //
-// What cuBLASLt's heuristics choose for a problem is kept with it. Float32 means float32 (no tf32), also for the
-// sums of bf16 products, and sums that are split are added up in float in a fixed order, so that the same inputs give
-// the same bits.
+// What cuBLASLt's heuristics choose for a problem is kept with it. Float32 means float32 (no tf32 unless PRECISION asks
+// for it), also for the sums of bf16 and tf32 products, and sums that are split are added up in float in a fixed order,
+// so that the same inputs give the same bits.
 #include <cublasLt.h>
 
 #include <algorithm>
@@ -45,6 +45,7 @@ struct Plan {
 
 static constexpr size_t kWorkspaceBytes = 32 << 20;
 static constexpr cudaDataType_t kReal = kHalfPrecision ? CUDA_R_16BF : CUDA_R_32F;
+static constexpr cublasComputeType_t kProducts = kTf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
 
 static uint32_t alignment(const void* p) {
     const uintptr_t address = reinterpret_cast<uintptr_t>(p);
@@ -62,7 +63,7 @@ static cublasLtHandle_t library() {
 
 static Plan make_plan(const Product& p, const Alignments& alignments) {
     Plan plan;
-    check(cublasLtMatmulDescCreate(&plan.operation, CUBLAS_COMPUTE_32F, CUDA_R_32F), "operation");
+    check(cublasLtMatmulDescCreate(&plan.operation, kProducts, CUDA_R_32F), "operation");
     const auto set = [&](cublasLtMatmulDescAttributes_t attribute, const auto& value) {
         check(cublasLtMatmulDescSetAttribute(plan.operation, attribute, &value, sizeof(value)), "operation");
     };

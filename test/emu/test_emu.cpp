@@ -193,5 +193,21 @@ TEST_F(EmulatorDeathTest, StackOverflow) {
     EXPECT_DEATH(run_fault(Fault::deep_recursion, out.data()), "");
 }
 
+TEST(EmulatorLinear, RoundsOperandsInTf32) {
+    const int64_t N = 5, C = 64, OC = 3;
+    const float x = rounded(1 + 0x1p-12f), product = kTf32 ? 1 : x;
+    const auto all = [](int64_t n, float value) { return Floats(static_cast<size_t>(n), value); };
+    const RealBuffer inp(all(N * C, x)), weight(all(OC * C, 1)), bias(all(OC, x)), out(N * OC);
+    linear_forward(out.data(), inp.data(), weight.data(), bias.data(), N, C, OC);
+    EXPECT_EQ(out.read(), all(N * OC, rounded(C * product + x)));
+    const RealBuffer dout(all(N * OC, x)), ones(all(N * C, 1)), dinp(N * C);
+    const FloatBuffer dweight(all(OC * C, 0)), dbias(all(OC, 0)), workspace(linear_workspace_floats(N, C, OC));
+    linear_backward(dinp.data(), dweight.data(), dbias.data(), dout.data(), ones.data(), weight.data(),
+                    workspace.data(), N, C, OC);
+    EXPECT_EQ(dinp.read(), all(N * C, rounded(OC * product)));
+    EXPECT_EQ(dweight.read(), all(OC * C, N * product));
+    EXPECT_EQ(dbias.read(), all(OC, N * x));
+}
+
 }  // namespace
 }  // namespace jetlag::test
