@@ -96,10 +96,12 @@ struct RotaryTable {
 // Fills a table of T positions, computed in double. table.shear is filled if it is not nullptr.
 void rotary_table(const RotaryTable& table, const RotarySpec& spec, int64_t T);
 
-// table: (H, T), entry [h][d] = bias of lag d in head h, computed in double.
+// table: (H, T), entry [h][d] = bias of lag d in head h, computed in double; 0 without a module. With a strict mask
+// entry [h][0] is -infinity.
 void lag_bias_table(float* table, const LagBiasSpec& spec, const float* parameters, int64_t T);
 
-// dparameters += the gradient that dtable (H, T) means for the module's parameters; sums in double, fixed order.
+// dparameters += the gradient that dtable (H, T) means for the module's parameters; sums in double, fixed order. With
+// a strict mask lag 0 has none. The spec has a module.
 void lag_bias_table_backward(float* dparameters, const float* dtable, const LagBiasSpec& spec, const float* parameters,
                              int64_t T);
 
@@ -210,6 +212,9 @@ void round_to_bf16(bf16* out, const float* x, int64_t n);
 void gelu_forward(real* out, const real* inp, int64_t n);
 // dinp = dout * gelu'(inp); dinp may be dout.
 void gelu_backward(real* dinp, const real* dout, const real* inp, int64_t n);
+
+// Row n of inp, at inp + n * inp_stride, becomes row n of out; C values each. out and inp do not overlap.
+void copy_rows(real* out, int64_t out_stride, const real* inp, int64_t inp_stride, int64_t rows, int64_t C);
 
 // out = a + b; out may be a.
 void residual_forward(real* out, const real* a, const real* b, int64_t n);

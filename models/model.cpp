@@ -21,6 +21,25 @@ static constexpr int64_t kForwardRows = 1024;
 static constexpr int64_t kBackwardRows = 8192;
 
 // ---------------------------------------------------------------------------------------------------------------
+// What a shape means
+
+static bool is_classifier(const ModelShape& s) {
+    return s.classes > 0;
+}
+// Values that the head gives for a row.
+static int64_t head_width(const ModelShape& s) {
+    return is_classifier(s) ? s.classes : s.vocab;
+}
+// Rows that the head reads.
+static int64_t head_rows(const ModelShape& s, int64_t B, int64_t T) {
+    return is_classifier(s) ? B : B * T;
+}
+// Whether attention reads a table of lags: a bias, or a mask.
+static bool has_lag_table(const ModelShape& s) {
+    return s.lag_bias.module != nullptr || s.lag_bias.strict_mask;
+}
+
+// ---------------------------------------------------------------------------------------------------------------
 // Parameters
 
 // So many values, and what keeps those behind them aligned.
@@ -70,6 +89,10 @@ static std::vector<ParameterInfo> make_layout(const ModelShape& shape) {
         add_norm(layout, block + ".norm1", C);
         add_norm(layout, block + ".norm2", C);
         add_linear(layout, block + ".attn.qkv", 3 * C, C);
+        if (shape.freeze_qk) {
+            layout[layout.size() - 2].frozen = 2 * C * C;
+            layout[layout.size() - 1].frozen = 2 * C;
+        }
         add_linear(layout, block + ".attn.out_proj", C, C);
         if (shape.lag_bias.module != nullptr)
             for (const BiasParameter& parameter : shape.lag_bias.module->parameters(shape.lag_bias)) {
@@ -85,7 +108,7 @@ static std::vector<ParameterInfo> make_layout(const ModelShape& shape) {
         add_linear(layout, block + ".mlp.2", C, shape.mlp_dim);
     }
     add_norm(layout, "norm", C);
-    add_linear(layout, "head", shape.vocab, C);
+    add_linear(layout, "head", head_width(shape), C);
     int64_t offset = 0, rounded_at = 0;
     for (ParameterInfo& info : layout) {
         info.offset = offset;
@@ -111,8 +134,10 @@ Model make_model(const ModelShape& shape) {
     } catch (const std::bad_alloc&) {
         fail("no memory for a model of {} parameters", count);
     }
-    for (const ParameterInfo& info : model.layout)
+    for (const ParameterInfo& info : model.layout) {
         std::fill_n(mask.begin() + info.offset, info.size, static_cast<uint8_t>(info.takes_part));
+        std::fill_n(mask.begin() + info.offset, info.frozen, static_cast<uint8_t>(0));
+    }
     copy_to_device(model.takes_part.data, mask.data(), mask.size());
     return model;
 }
@@ -130,6 +155,7 @@ void initialize_model(Model& model, TorchGenerator& generator) {
         } else {
             std::copy(info.initial.begin(), info.initial.end(), out.begin());
         }
+        std::fill_n(out.begin(), info.frozen, 0.0f);
     }
     copy_to_device(model.parameters.data, values.data(), model.parameters.bytes());
 }
@@ -251,12 +277,14 @@ std::vector<std::pair<std::string, double>> lag_bias_summary(const Model& model)
 
 static int64_t workspace_floats(const ModelShape& s, int64_t B, int64_t T, Mode mode) {
     const int64_t N = B * T, C = s.embed_dim, rows = std::min(N, kBackwardRows);
+    const int64_t R = head_rows(s, B, T), head = std::min(R, kHeadRows);
     if (mode == Mode::inference) return attention_workspace_floats(B, T, s.heads, s.head_dim, true);
     return std::max({attention_workspace_floats(B, T, s.heads, s.head_dim), layernorm_workspace_floats(N, C),
                      layernorm_workspace_floats(rows, C), linear_workspace_floats(N, C, 3 * C),
                      linear_workspace_floats(N, C, C), linear_workspace_floats(rows, C, s.mlp_dim),
-                     linear_workspace_floats(rows, s.mlp_dim, C),
-                     linear_workspace_floats(std::min(N, kHeadRows), C, s.vocab)});
+                     linear_workspace_floats(rows, s.mlp_dim, C), layernorm_workspace_floats(R, C),
+                     linear_workspace_floats(R, C, C), linear_workspace_floats(R, C, s.mlp_dim),
+                     linear_workspace_floats(R, s.mlp_dim, C), linear_workspace_floats(head, C, head_width(s))});
 }
 
 // Hands out the arrays of `acts` from memory that starts at `base`, and returns how many floats they take; with
@@ -264,7 +292,7 @@ static int64_t workspace_floats(const ModelShape& s, int64_t B, int64_t T, Mode 
 static ActivationSizes place(Activations& acts, float* base, const ModelShape& s, int64_t B, int64_t T, Mode mode,
                              bool with_stats) {
     const bool backward = mode != Mode::inference, shared = mode != Mode::training;
-    const int64_t N = B * T, C = s.embed_dim;
+    const int64_t N = B * T, R = head_rows(s, B, T), C = s.embed_dim;
     acts.chunk = std::min(N, kForwardRows * thread_count());
     const int64_t kept = backward ? N : acts.chunk;  // rows of what only backward reads again
     int64_t used = 0;
@@ -300,11 +328,15 @@ static ActivationSizes place(Activations& acts, float* base, const ModelShape& s
         block.gelu = backward ? take_real(N * s.mlp_dim) : block.hidden;
     }
     acts.projection = take_real(acts.chunk * C);
-    acts.norm = take_real(std::min(N, kHeadRows) * C);
-    acts.norm_mean = take(N);
-    acts.norm_rstd = take(N);
-    acts.logits = take_real(std::min(N, kHeadRows) * s.vocab);
-    acts.losses = take(N);
+    if (is_classifier(s)) {
+        acts.last_residual = take_real(B * C);
+        acts.last_attention = take_real(B * C);
+    }
+    acts.norm = take_real(std::min(R, kHeadRows) * C);
+    acts.norm_mean = take(R);
+    acts.norm_rstd = take(R);
+    acts.logits = take_real(std::min(R, kHeadRows) * head_width(s));
+    acts.losses = take(R);
     if (with_stats) {
         acts.entropy = take(N * s.heads);
         acts.mean_lag = take(N * s.heads);
@@ -317,7 +349,7 @@ static ActivationSizes place(Activations& acts, float* base, const ModelShape& s
     }
     ActivationSizes sizes;
     sizes.activation_floats = used;
-    if (s.lag_bias.module != nullptr) {
+    if (has_lag_table(s)) {
         for (size_t l = 0; l < acts.blocks.size(); l++)
             acts.blocks[l].lag_bias = l == 0 || !shared ? take(s.heads * T) : acts.blocks[0].lag_bias;
         if (backward) acts.dlag_bias = take(s.heads * T);
@@ -343,10 +375,12 @@ ActivationSizes activation_sizes(const ModelShape& shape, int64_t B, int64_t T, 
 
 static double batch_flops(const ModelShape& s, int64_t B, int64_t T, double per_weight, double per_channel) {
     const double C = static_cast<double>(s.embed_dim), mlp = static_cast<double>(s.mlp_dim);
-    const double weights = static_cast<double>(s.layers) * (4 * C * C + 2 * C * mlp) + C * static_cast<double>(s.vocab);
+    const double after_attention = C * C + 2 * C * mlp, layers = static_cast<double>(s.layers);
     const double tokens = static_cast<double>(B) * static_cast<double>(T),
-                 pairs = tokens * static_cast<double>(T + 1) / 2;
-    return per_weight * weights * tokens + static_cast<double>(s.layers) * per_channel * C * pairs;
+                 pairs = tokens * static_cast<double>(T + 1) / 2, rows = static_cast<double>(head_rows(s, B, T));
+    const double products = tokens * (layers * 3 * C * C + (layers - 1) * after_attention) +
+                            rows * (after_attention + C * static_cast<double>(head_width(s)));
+    return per_weight * products + layers * per_channel * C * pairs;
 }
 
 double forward_flops(const ModelShape& shape, int64_t B, int64_t T) {
@@ -370,7 +404,8 @@ static Activations allocate_activations(const ModelShape& shape, int64_t B, int6
     acts.memory = DeviceArray<float>(sizes.activation_floats + sizes.table_floats + sizes.workspace_floats);
     place(acts, acts.memory.data, shape, B, T, mode, with_stats);
     acts.tokens = DeviceArray<int32_t>(B * T);
-    acts.targets = DeviceArray<int32_t>(B * T);
+    acts.targets = DeviceArray<int32_t>(head_rows(shape, B, T));
+    acts.reads_last = is_classifier(shape);
     acts.skipping = DeviceArray<AttentionSkipping>(1);
     acts.rotary_memory = DeviceArray<float>(rotary_floats(shape, T));
     return acts;
@@ -484,21 +519,31 @@ static void forward_block(const ModelShape& s, const BlockTensors& w, const Bloc
         lap(times, "dense forward");
     }
     forward_attention(s, w, acts, l, B, T, stats, cache);
-    for (int64_t n = 0; n < N; n += acts.chunk) {
-        const int64_t rows = std::min(acts.chunk, N - n), kept = acts.mode == Mode::inference ? 0 : n;
+    const real* attention = a.attention;
+    int64_t R = N;
+    if (acts.reads_last && l + 1 == acts.blocks.size()) {
+        copy_rows(acts.last_residual, C, in + (T - 1) * C, T * C, B, C);
+        copy_rows(acts.last_attention, C, a.attention + (T - 1) * C, T * C, B, C);
+        lap(times, "residual");
+        in = acts.last_residual;
+        attention = acts.last_attention;
+        R = B;
+    }
+    for (int64_t n = 0; n < R; n += acts.chunk) {
+        const int64_t rows = std::min(acts.chunk, R - n), kept = acts.mode == Mode::inference ? 0 : n;
         real *middle = a.middle + n * C, *norm2 = a.norm2 + kept * C;
         real *hidden = a.hidden + kept * mlp, *gelu = a.gelu + kept * mlp;
-        forward_dense(acts.projection, a.attention + n * C, dense.out_proj, rows, C, C, N);
+        forward_dense(acts.projection, attention + n * C, dense.out_proj, rows, C, C, R);
         lap(times, "dense forward");
         residual_layernorm_forward(middle, norm2, a.norm2_mean + n, a.norm2_rstd + n, in + n * C, acts.projection,
                                    w.norm2_weight, w.norm2_bias, rows, C);
         lap(times, "layernorm");
-        forward_dense(hidden, norm2, dense.mlp0, rows, C, mlp, N);
+        forward_dense(hidden, norm2, dense.mlp0, rows, C, mlp, R);
         lap(times, "dense forward");
         gelu_forward(gelu, hidden, rows * mlp);
         lap(times, "gelu");
         if (!to_the_end) continue;
-        forward_dense(acts.projection, gelu, dense.mlp2, rows, mlp, C, N);
+        forward_dense(acts.projection, gelu, dense.mlp2, rows, mlp, C, R);
         lap(times, "dense forward");
         residual_forward(out + n * C, middle, acts.projection, rows * C);
         lap(times, "residual");
@@ -544,8 +589,14 @@ static void forward_head(const ModelShape& s, const ModelTensors& p, const Dense
     layernorm_forward(acts.norm, acts.norm_mean + first, acts.norm_rstd + first, acts.residual.back() + first * C,
                       p.norm_weight, p.norm_bias, rows, C);
     lap(acts.op_times, "layernorm");
-    forward_dense(acts.logits, acts.norm, head, rows, C, s.vocab, rows);
+    forward_dense(acts.logits, acts.norm, head, rows, C, head_width(s), rows);
     lap(acts.op_times, "dense forward");
+}
+
+static void append_logits(std::vector<float>& all, const real* logits, int64_t n) {
+    std::vector<real> some(static_cast<size_t>(n));
+    copy_to_host(some.data(), logits, some.size() * sizeof(real));
+    for (const real logit : some) all.push_back(to_float(logit));
 }
 
 static double mean_of(std::span<const float> values) {
@@ -557,25 +608,29 @@ static double mean_of(std::span<const float> values) {
 BatchResult evaluate_batch(const Model& model, Activations& acts, std::span<const int32_t> tokens,
                            std::span<const int32_t> targets, int64_t B, int64_t T, int64_t scored) {
     const ModelShape& s = model.shape;
-    const int64_t V = s.vocab;
+    const int64_t V = head_width(s);
     const ModelTensors p = locate(model, model.parameters.data);
     const ModelDense dense = locate_dense(model, acts.weights);
     OpTimes* times = acts.op_times;
     device_zero(acts.skipping.data, acts.skipping.bytes());
     set_batch(s, acts, tokens, targets, T);
     forward_blocks(model, acts, B, T);
+    // A classifier's rows are those of one sequence of B positions, all of them scored.
+    const int64_t sequences = acts.reads_last ? 1 : B, positions = acts.reads_last ? B : T;
+    if (acts.reads_last) scored = B;
 
     BatchResult result;
-    result.losses.resize(static_cast<size_t>(B * T));
+    result.losses.resize(static_cast<size_t>(sequences * positions));
     Moments logits;
     double loss_sum = 0;
-    for (int64_t b = 0; b < B; b++)
-        for (int64_t begin = 0; begin < T; begin += kHeadRows) {
-            const int64_t first = b * T + begin, rows = std::min(kHeadRows, T - begin);
+    for (int64_t b = 0; b < sequences; b++)
+        for (int64_t begin = 0; begin < positions; begin += kHeadRows) {
+            const int64_t first = b * positions + begin, rows = std::min(kHeadRows, positions - begin);
             forward_head(s, p, dense.head, acts, first, rows);
             cross_entropy(acts.losses + first, nullptr, acts.logits, acts.targets.data + first, 1.0f, rows, V);
             lap(times, "cross-entropy");
-            const int64_t unscored = std::clamp<int64_t>(T - scored - begin, 0, rows);
+            if (acts.reads_last) append_logits(result.logits, acts.logits, rows * V);
+            const int64_t unscored = std::clamp<int64_t>(positions - scored - begin, 0, rows);
             const Moments part = moments(acts.logits + unscored * V, (rows - unscored) * V);
             logits.sum += part.sum;
             logits.sum_of_squares += part.sum_of_squares;
@@ -585,18 +640,26 @@ BatchResult evaluate_batch(const Model& model, Activations& acts, std::span<cons
     copy_to_host(result.losses.data(), acts.losses, result.losses.size() * sizeof(float));
     if (const AttentionSkipping skipping = attention_skipping(acts); skipping.tiles > 0)
         result.skipped = static_cast<double>(skipping.skipped) / static_cast<double>(skipping.tiles);
-    for (int64_t b = 0; b < B; b++)
-        for (int64_t t = T - scored; t < T; t++) loss_sum += result.losses[static_cast<size_t>(b * T + t)];
-    result.loss = loss_sum / static_cast<double>(B * scored);
-    const double n = static_cast<double>(B * scored * V);
+    for (int64_t b = 0; b < sequences; b++)
+        for (int64_t t = positions - scored; t < positions; t++)
+            loss_sum += result.losses[static_cast<size_t>(b * positions + t)];
+    result.loss = loss_sum / static_cast<double>(sequences * scored);
+    const double n = static_cast<double>(sequences * scored * V);
     result.logit_std = std::sqrt(std::max(0.0, logits.sum_of_squares - logits.sum * logits.sum / n) / (n - 1));
     result.logit_abs_max = logits.largest;
 
     if (acts.entropy != nullptr) {
-        std::vector<float> rows(static_cast<size_t>(B * s.heads * T));
-        copy_to_host(rows.data(), acts.mean_lag, rows.size() * sizeof(float));
-        result.mean_lag = mean_of(rows);
-        copy_to_host(rows.data(), acts.entropy, rows.size() * sizeof(float));
+        const auto rows_of = [&](const float* figure) {
+            std::vector<float> rows(static_cast<size_t>(B * s.heads * T));
+            copy_to_host(rows.data(), figure, rows.size() * sizeof(float));
+            if (!acts.reads_last) return rows;
+            std::vector<float> last;
+            for (size_t i = 1; i <= static_cast<size_t>(B * s.heads); i++)
+                last.push_back(rows[i * static_cast<size_t>(T) - 1]);
+            return last;
+        };
+        result.mean_lag = mean_of(rows_of(acts.mean_lag));
+        const std::vector<float> rows = rows_of(acts.entropy);
         result.entropy = mean_of(rows);
         double support = 0;
         for (float entropy : rows) support += std::exp(static_cast<double>(entropy));
@@ -611,11 +674,19 @@ AttentionSkipping attention_skipping(const Activations& acts) {
     return skipping;
 }
 
+// Gradients of the last positions, the first B rows of x, to where those are in (B, T, C); all others are 0.
+// rows: (B, C), for the way.
+static void spread_last_rows(real* x, real* rows, int64_t B, int64_t T, int64_t C) {
+    copy_rows(rows, C, x, C, B, C);
+    device_zero(x, static_cast<size_t>(B * T * C) * sizeof(real));
+    copy_rows(x + (T - 1) * C, T * C, rows, C, B, C);
+}
+
 // Everything of a training batch that the device does, once the batch is there.
 static void forward_and_backward(const Model& model, Activations& acts, DeviceArray<float>& gradients, int64_t B,
                                  int64_t T, double loss_scale) {
     const ModelShape& s = model.shape;
-    const int64_t N = B * T, C = s.embed_dim, V = s.vocab, mlp = s.mlp_dim;
+    const int64_t N = B * T, R = head_rows(s, B, T), C = s.embed_dim, V = head_width(s), mlp = s.mlp_dim;
     const ModelTensors p = locate(model, model.parameters.data);
     const ModelTensors g = locate(model, gradients.data);
     const ModelDense dense = locate_dense(model, acts.weights);
@@ -624,9 +695,9 @@ static void forward_and_backward(const Model& model, Activations& acts, DeviceAr
     forward_blocks(model, acts, B, T);
 
     // The head, a chunk of rows at a time: logits, loss, their gradient in place, and back to the final LayerNorm.
-    const float dloss = static_cast<float>(loss_scale / static_cast<double>(N));
-    for (int64_t begin = 0; begin < N; begin += kHeadRows) {
-        const int64_t rows = std::min(kHeadRows, N - begin);
+    const float dloss = static_cast<float>(loss_scale / static_cast<double>(R));
+    for (int64_t begin = 0; begin < R; begin += kHeadRows) {
+        const int64_t rows = std::min(kHeadRows, R - begin);
         forward_head(s, p, dense.head, acts, begin, rows);
         cross_entropy(acts.losses + begin, acts.logits, acts.logits, acts.targets.data + begin, dloss, rows, V);
         lap(times, "cross-entropy");
@@ -634,9 +705,9 @@ static void forward_and_backward(const Model& model, Activations& acts, DeviceAr
                         workspace, rows, C, V);
         lap(times, "dense backward");
     }
-    device_zero(acts.dresidual, static_cast<size_t>(N * C) * sizeof(real));
+    device_zero(acts.dresidual, static_cast<size_t>(R * C) * sizeof(real));
     layernorm_backward(acts.dresidual, g.norm_weight, g.norm_bias, acts.dnorm, acts.residual.back(), p.norm_weight,
-                       acts.norm_mean, acts.norm_rstd, workspace, N, C);
+                       acts.norm_mean, acts.norm_rstd, workspace, R, C);
     lap(times, "layernorm");
     for (size_t l = acts.blocks.size(); l-- > 0;) {
         const BlockTensors& w = p.blocks[l];
@@ -646,8 +717,10 @@ static void forward_and_backward(const Model& model, Activations& acts, DeviceAr
         // The last block's activations are still there.
         if (acts.mode == Mode::recomputing && l + 1 < acts.blocks.size())
             forward_block(s, w, layers, acts, l, B, T, nullptr, false);
-        for (int64_t n = 0; n < N; n += kBackwardRows) {
-            const int64_t rows = std::min(kBackwardRows, N - n);
+        const bool last_only = acts.reads_last && l + 1 == acts.blocks.size();
+        const int64_t M = last_only ? R : N;  // rows after attention
+        for (int64_t n = 0; n < M; n += kBackwardRows) {
+            const int64_t rows = std::min(kBackwardRows, M - n);
             real *dresidual = acts.dresidual + n * C, *dnorm = acts.dnorm + n * C;
             linear_backward(acts.dhidden, dw.mlp2_weight, dw.mlp2_bias, dresidual, a.gelu + n * mlp, layers.mlp2.weight,
                             workspace, rows, mlp, C);
@@ -662,9 +735,14 @@ static void forward_and_backward(const Model& model, Activations& acts, DeviceAr
             lap(times, "layernorm");
         }
         // dnorm now holds the gradient of the attention output.
-        linear_backward(acts.dnorm, dw.out_proj_weight, dw.out_proj_bias, acts.dresidual, a.attention,
-                        layers.out_proj.weight, workspace, N, C, C);
+        linear_backward(acts.dnorm, dw.out_proj_weight, dw.out_proj_bias, acts.dresidual,
+                        last_only ? acts.last_attention : a.attention, layers.out_proj.weight, workspace, M, C, C);
         lap(times, "dense backward");
+        if (last_only) {
+            spread_last_rows(acts.dnorm, acts.last_attention, B, T, C);
+            spread_last_rows(acts.dresidual, acts.last_attention, B, T, C);
+            lap(times, "residual");
+        }
         if constexpr (kHasCudnn) {
             if (s.cudnn_attention)
                 attention_cudnn_backward(acts.dqkv, acts.dnorm, a.qkv, a.attention, a.lse, acts.rotary, workspace, B, T,
@@ -675,7 +753,7 @@ static void forward_and_backward(const Model& model, Activations& acts, DeviceAr
                                a.lag_bias, workspace, B, T, s.heads, s.head_dim,
                                s.exact_skipping ? acts.skipping.data : nullptr);
         lap(times, "attention backward");
-        if (a.lag_bias != nullptr) lag_bias_table_backward(dw.lag_bias, acts.dlag_bias, s.lag_bias, w.lag_bias, T);
+        if (w.lag_bias != nullptr) lag_bias_table_backward(dw.lag_bias, acts.dlag_bias, s.lag_bias, w.lag_bias, T);
         lap(times, "lag-bias table");
         linear_backward(acts.dnorm, dw.qkv_weight, dw.qkv_bias, acts.dqkv, a.norm1, layers.qkv.weight, workspace, N, C,
                         3 * C);
@@ -684,7 +762,7 @@ static void forward_and_backward(const Model& model, Activations& acts, DeviceAr
                            a.norm1_mean, a.norm1_rstd, workspace, N, C);
         lap(times, "layernorm");
     }
-    embedding_backward(g.embedding, acts.dresidual, acts.tokens.data, N, V, C);
+    embedding_backward(g.embedding, acts.dresidual, acts.tokens.data, N, s.vocab, C);
     lap(times, "embedding");
 }
 
@@ -702,7 +780,7 @@ void start_train_batch(const Model& model, Activations& acts, DeviceArray<float>
 }
 
 double finish_train_batch(const Activations& acts, int64_t B, int64_t T) {
-    std::vector<float> losses(static_cast<size_t>(B * T));
+    std::vector<float> losses(static_cast<size_t>(acts.reads_last ? B : B * T));
     copy_to_host(losses.data(), acts.losses, losses.size() * sizeof(float));
     return mean_of(losses);
 }
@@ -720,7 +798,7 @@ double train_batch(const Model& model, Activations& acts, DeviceArray<float>& gr
 KeyValueCache make_key_value_cache(const Model& model, int64_t T) {
     const ModelShape& s = model.shape;
     const int64_t side = attention_cache_size(T, s.heads, s.head_dim);
-    const int64_t bias = s.lag_bias.module != nullptr ? s.heads * T : 0;
+    const int64_t bias = has_lag_table(s) ? s.heads * T : 0;
     const int64_t side_floats = aligned(side) * static_cast<int64_t>(sizeof(real)) / 4;
     const int64_t floats = s.layers * (2 * side_floats + bias) + rotary_floats(s, T);
     const int64_t workspace = attention_decode_workspace_floats(T, s.heads, s.head_dim);
@@ -792,7 +870,10 @@ std::string first_nonfinite_tensor(const Model& model, const Activations& acts, 
         }
         if (bad(a.norm1, N * C)) return block + ".norm1";
         if (bad(a.qkv, N * 3 * C)) return block + ".attn.qkv";
-        if (bad(a.lag_bias, s.heads * T)) return block + ".attn lag-bias table";
+        // A strict mask's own infinities are as they should be.
+        const int64_t first_lag = s.lag_bias.strict_mask ? 1 : 0;
+        for (int64_t h = 0; a.lag_bias != nullptr && h < s.heads; h++)
+            if (bad(a.lag_bias + h * T + first_lag, T - first_lag)) return block + ".attn lag-bias table";
         if (bad(a.attention, N * C)) return block + ".attn";
         if (bad(a.middle, N * C)) return block + ".attn.out_proj";
         if (bad(a.norm2, N * C)) return block + ".norm2";
@@ -800,8 +881,9 @@ std::string first_nonfinite_tensor(const Model& model, const Activations& acts, 
         if (bad(a.gelu, N * s.mlp_dim)) return block + ".mlp.1";
         if (bad(acts.residual[l + 1], N * C)) return block + ".mlp.2";
     }
-    if (bad(acts.norm, std::min(N, kHeadRows) * C)) return "activation norm";
-    if (bad(acts.losses, N)) return "activation head";
+    const int64_t R = head_rows(s, B, T);
+    if (bad(acts.norm, std::min(R, kHeadRows) * C)) return "activation norm";
+    if (bad(acts.losses, R)) return "activation head";
     // Backward runs from the head to the embedding.
     if (gradients != nullptr)
         for (size_t i = model.layout.size(); i-- > 0;)

@@ -4,6 +4,10 @@
 //     x = embedding[tokens]
 //     per block:  x += out_proj(attention(qkv(norm1(x))));  x += mlp.2(gelu(mlp.0(norm2(x))))
 //     logits = head(norm(x))
+//
+// Options of ModelShape: a strict mask (lag_bias.strict_mask: no position attends itself, and the first attends nothing),
+// frozen queries and keys, and a classifier's head, which reads the last position of each sequence. Of a classifier's last
+// block only that position is computed once attention is done; rows R are B for a classifier, N = B T otherwise.
 #pragma once
 
 #include <chrono>
@@ -26,6 +30,7 @@ struct ParameterInfo {
     int64_t offset = 0;
     int64_t size = 0;
     bool takes_part = true;      // false: saved, never updated (a sector of the lag bias that is off)
+    int64_t frozen = 0;          // so many leading values are zero and never updated
     int64_t rounded_at = -1;     // of a dense layer: the place in the copy that RoundedWeights describes
     std::vector<float> initial;  // or drawn:
     double normal_std = 0;       // normal_std * normal(0, 1), if not 0
@@ -102,11 +107,13 @@ struct Activations {
     std::vector<real*> residual;  // (N, C) before each block and after the last; inference: all one
     std::vector<BlockActivations> blocks;
     real* projection = nullptr;  // (chunk, C): output of out_proj or mlp.2
-    real* norm = nullptr;        // (kHeadRows, C): the final LayerNorm, a chunk of rows at a time
-    float* norm_mean = nullptr;  // (N)
-    float* norm_rstd = nullptr;  // (N)
-    real* logits = nullptr;      // (kHeadRows, V): a chunk of rows at a time
-    float* losses = nullptr;     // (N)
+    real* last_residual = nullptr;   // (B, C), a classifier's: the stream before the last block, at the last positions
+    real* last_attention = nullptr;  // (B, C), a classifier's: attention of the last block, at the last positions
+    real* norm = nullptr;            // (kHeadRows, C): the final LayerNorm, a chunk of rows at a time
+    float* norm_mean = nullptr;      // (R)
+    float* norm_rstd = nullptr;      // (R)
+    real* logits = nullptr;          // (kHeadRows, V or classes): a chunk of rows at a time
+    float* losses = nullptr;         // (R)
     float* entropy = nullptr;    // (B, H, T), inference with statistics
     float* mean_lag = nullptr;   // (B, H, T), inference with statistics
     real* dresidual = nullptr;   // (N, C), training, as the next ones
@@ -115,7 +122,8 @@ struct Activations {
     real* dqkv = nullptr;        // (N, 3, H, D)
     float* dlag_bias = nullptr;  // (H, T)
     float* workspace = nullptr;
-    DeviceArray<int32_t> tokens, targets;  // (N)
+    DeviceArray<int32_t> tokens, targets;  // (N), (R)
+    bool reads_last = false;               // of a classifier
     DeviceArray<float> rotary_memory;
     RoundedWeights weights;
     RotaryTable rotary;
@@ -148,21 +156,25 @@ Activations make_activations(const ModelShape& shape, int64_t B, int64_t T, Mode
 // What a forward pass over one batch says. Means are over all rows of the batch.
 struct BatchResult {
     double loss = 0;            // mean cross-entropy in nats over the scored targets
-    std::vector<float> losses;  // (B, T), every position, scored or not
+    std::vector<float> losses;  // (B, T), every position, scored or not; of a classifier (B)
+    std::vector<float> logits;  // (B, classes), of a classifier only
     double logit_std = 0;       // sample standard deviation (n - 1) of all logits of the scored rows
     double logit_abs_max = 0;   // their largest magnitude
-    // The last block's attention rows (over all heads), if the activations were made with statistics:
+    // The last block's attention rows (over all heads; of a classifier those of the last positions), if the activations
+    // were made with statistics:
     std::optional<double> entropy;            // in nats
     std::optional<double> effective_support;  // mean of exp(entropy), in tokens
     std::optional<double> mean_lag;           // in tokens
     double skipped = 0;                       // share of attention's tiles that were skipped, over all blocks
 };
 
-// tokens, targets: (B, T). Scores the last `scored` targets of each sequence (T: all of them).
+// tokens, targets: (B, T). Scores the last `scored` targets of each sequence (T: all of them). Of a classifier targets
+// are (B), and `scored` does not count.
 BatchResult evaluate_batch(const Model& model, Activations& acts, std::span<const int32_t> tokens,
                            std::span<const int32_t> targets, int64_t B, int64_t T, int64_t scored);
 
 // Forward and backward; gradients += loss_scale * d(mean loss of this batch) / d parameters. Returns the mean loss.
+// tokens: (B, T); targets: (B, T), of a classifier (B).
 double train_batch(const Model& model, Activations& acts, DeviceArray<float>& gradients,
                    std::span<const int32_t> tokens, std::span<const int32_t> targets, int64_t B, int64_t T,
                    double loss_scale);
@@ -185,7 +197,7 @@ struct KeyValueCache {
     Activations acts;                 // of the tokens that came last
 };
 
-// An empty cache, its tables made. Errors: no memory, saying how much was wanted.
+// An empty cache, its tables made. The model is no classifier. Errors: no memory, saying how much was wanted.
 KeyValueCache make_key_value_cache(const Model& model, int64_t T);
 
 // Appends tokens (at least 1, at most T - length) and returns the logits (V) of the last one. They are those of a

@@ -326,6 +326,20 @@ TEST_P(ReferenceDifferences, Model) {
 INSTANTIATE_TEST_SUITE_P(Methods, ReferenceDifferences, testing::ValuesIn(method_names()),
                          [](const auto& info) { return info.param; });
 
+// The options of a classifier that reads earlier positions only.
+TEST(Reference, StrictMaskAndClassesDifferences) {
+    for (const char* method : {"none", "affine", "rope", "full"}) {
+        SCOPED_TRACE(method);
+        ModelSettings settings = with_method({}, method);
+        settings.strict_mask = true;
+        expect_gradients_match_differences(tiny_model(settings, 4));
+        settings.classes = 3;
+        Tiny tiny = tiny_model(settings, 4);
+        tiny.targets = {2, 0};
+        expect_gradients_match_differences(tiny);
+    }
+}
+
 // Every set of sectors with the options of Definition 1 on and off, one and several frequencies, orders 0 to 4.
 std::vector<LagBiasSettings> composed_lag_biases() {
     std::vector<LagBiasSettings> list;

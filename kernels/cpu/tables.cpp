@@ -1,5 +1,6 @@
 // The position tables. Angles and biases are computed in double and stored as float: at position 32768 an angle
 // in float is wrong by 1e-3. The work is O(T) per head or pair, small beside attention's O(T^2).
+#include <algorithm>
 #include <cmath>
 #include <vector>
 
@@ -31,7 +32,7 @@ static std::vector<double> coefficients_of_heads(const LagBiasSpec& spec, const 
     return c;
 }
 
-void lag_bias_table(float* table, const LagBiasSpec& spec, const float* parameters, int64_t T) {
+static void bias_of_lags(float* table, const LagBiasSpec& spec, const float* parameters, int64_t T) {
     const int64_t n = spec.module->coefficient_count(spec);
     const std::vector<double> c = coefficients_of_heads(spec, parameters);
 #pragma omp parallel for collapse(2) schedule(static) \
@@ -39,6 +40,12 @@ void lag_bias_table(float* table, const LagBiasSpec& spec, const float* paramete
     for (int64_t h = 0; h < spec.heads; h++)
         for (int64_t d = 0; d < T; d++)
             table[h * T + d] = static_cast<float>(spec.module->bias(spec, c.data() + h * n, static_cast<double>(d)));
+}
+
+void lag_bias_table(float* table, const LagBiasSpec& spec, const float* parameters, int64_t T) {
+    if (spec.module == nullptr) std::fill_n(table, spec.heads * T, 0.0f);
+    if (spec.module != nullptr) bias_of_lags(table, spec, parameters, T);
+    for (int64_t h = 0; spec.strict_mask && h < spec.heads; h++) table[h * T] = -INFINITY;
 }
 
 // Each (head, chunk of lags) sums into coefficients of its own; the chunks are then added in order.
@@ -52,7 +59,8 @@ void lag_bias_table_backward(float* dparameters, const float* dtable, const LagB
     for (int64_t h = 0; h < H; h++)
         for (int64_t chunk = 0; chunk < chunks; chunk++) {
             std::vector<double> sum(static_cast<size_t>(n), 0.0);
-            for (int64_t d = chunk_begin(chunk, chunks, T); d < chunk_begin(chunk + 1, chunks, T); d++)
+            const int64_t first = std::max<int64_t>(chunk_begin(chunk, chunks, T), spec.strict_mask ? 1 : 0);
+            for (int64_t d = first; d < chunk_begin(chunk + 1, chunks, T); d++)
                 spec.module->bias_gradient(spec, c.data() + h * n, static_cast<double>(d), dtable[h * T + d],
                                            sum.data());
             std::copy(sum.begin(), sum.end(), partial.begin() + (h * chunks + chunk) * n);

@@ -1,5 +1,5 @@
-// Exact GELU, the residual add and rounding: one pass over memory, bound by it. Each thread loads its values before it
-// stores one, so that the loads overlap also where the output is the input.
+// Exact GELU, the residual add, rounding and the copy of rows: one pass over memory, bound by it. Each thread loads its
+// values before it stores one, so that the loads overlap also where the output is the input.
 #include "kernels/cuda/runtime.h"
 #include "kernels/ops.h"
 
@@ -52,6 +52,13 @@ __global__ void __launch_bounds__(kThreads) round_to_bf16_kernel(bf16* out, cons
         if (const int64_t i = begin + k * kThreads; i < n) store(out + i, x[i]);
 }
 
+// A block has a row.
+__global__ void __launch_bounds__(kThreads)
+    copy_rows_kernel(real* out, int64_t out_stride, const real* inp, int64_t inp_stride, int64_t C) {
+    const int64_t n = blockIdx.x;
+    for (int64_t c = threadIdx.x; c < C; c += kThreads) out[n * out_stride + c] = inp[n * inp_stride + c];
+}
+
 void gelu_forward(real* out, const real* inp, int64_t n) {
     launch(gelu_forward_kernel, blocks_for(n, kTile), kThreads, 0, device_stream(), out, inp, n);
 }
@@ -62,6 +69,11 @@ void gelu_backward(real* dinp, const real* dout, const real* inp, int64_t n) {
 
 void residual_forward(real* out, const real* a, const real* b, int64_t n) {
     launch(residual_forward_kernel, blocks_for(n, kTile), kThreads, 0, device_stream(), out, a, b, n);
+}
+
+void copy_rows(real* out, int64_t out_stride, const real* inp, int64_t inp_stride, int64_t rows, int64_t C) {
+    launch(copy_rows_kernel, static_cast<unsigned>(rows), kThreads, 0, device_stream(), out, out_stride, inp,
+           inp_stride, C);
 }
 
 void round_to_bf16(bf16* out, const float* x, int64_t n) {

@@ -91,10 +91,21 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t h = blockIdx.y, d = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
     if (threadIdx.x == 0) coefficients_of(spec, parameters, h, c);
     __syncthreads();
-    if (d < T) table[h * T + d] = static_cast<float>(bias_of(spec, c, static_cast<double>(d)));
+    if (d >= T) return;
+    table[h * T + d] =
+        d == 0 && spec.strict_mask ? -INFINITY : static_cast<float>(bias_of(spec, c, static_cast<double>(d)));
+}
+
+// The table without a module.
+__global__ void __launch_bounds__(kThreads) mask_table_kernel(float* table, LagBiasSpec spec, int64_t T) {
+    const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+    if (i < spec.heads * T) table[i] = i % T == 0 && spec.strict_mask ? -INFINITY : 0.0f;
 }
 
 void lag_bias_table(float* table, const LagBiasSpec& spec, const float* parameters, int64_t T) {
+    if (spec.module == nullptr)
+        return launch(mask_table_kernel, blocks_for(spec.heads * T, kThreads), kThreads, 0, device_stream(), table,
+                      spec, T);
     const size_t n = static_cast<size_t>(spec.module->coefficient_count(spec));
     with_lag_bias_module(spec.module, [&]<const LagBiasModule * module>() {
         constexpr auto coefficients = module->coefficients;
@@ -121,7 +132,7 @@ __global__ void __launch_bounds__(kWarp)
     __syncthreads();
     const int64_t end = chunk_start(blockIdx.x + 1, chunks, T);
     for (int64_t d = chunk_start(blockIdx.x, chunks, T) + thread; d < end; d += threads)
-        bias_gradient_of(spec, c, static_cast<double>(d), dtable[h * T + d], sum);
+        if (d > 0 || !spec.strict_mask) bias_gradient_of(spec, c, static_cast<double>(d), dtable[h * T + d], sum);
     __syncthreads();
     for (int64_t i = thread; i < n; i += threads) {
         double total = 0;

@@ -68,6 +68,7 @@ struct LagBiasSpec {
     int64_t heads = 0;                      // H
     int64_t train_len = 0;                  // L
     double options[kMaxOptions] = {};       // in the order of module->options()
+    bool strict_mask = false;               // lag 0 is masked: no position attends itself
 };
 
 // A learned tensor of a lag bias. The tensors of one instance lie back to back in the order of parameters().

@@ -11,8 +11,8 @@ std::vector<Option> pj_options() {
          Option::choice,
          kPjAffine,
          0,
-         2,
-         {"fj", "affine", "lc"},
+         3,
+         {"fj", "affine", "lc", "uniform"},
          "pj: sector that the gates favour at first"},
         {"frequencies", Option::integer, 1, 1, kPjMaxFrequencies, {}, "pj: frequencies F per head (Definition 1)"},
         {"cycles_min", Option::real, 1, 0, 1e6, {}, "pj: cycles per L of the first frequency at the start"},
@@ -25,6 +25,13 @@ std::vector<Option> pj_options() {
          {},
          "pj: add a constant b0 per head (Definition 1); softmax cannot see it, so its value means nothing"},
         {"lc_damping", Option::flag, 0, 0, 1, {}, "pj: learn a damping of the LC sector (Definition 1)"},
+        {"order_init",
+         Option::integer,
+         -1,
+         -1,
+         kPjMaxOrder,
+         {},
+         "pj: jet order that the order weights favour at first; -1, or above max_order: none"},
     };
 }
 
@@ -46,7 +53,12 @@ std::vector<BiasParameter> pj_parameters(const LagBiasSpec& spec) {
     if (l.sectors >> favoured & 1)
         for (size_t i = 0; i < gate_logits.size(); i++)
             gate_logits[i] = static_cast<int>(i % kPjSectorCount) == favoured ? 2.0f : -2.0f;
-    const std::vector<float> zeros(heads * static_cast<size_t>(orders), 0.0f), minus_two(heads, -2.0f);
+    const std::vector<float> minus_two(heads, -2.0f);
+    const int64_t favoured_order = static_cast<int64_t>(spec.options[kPjOrderInit]);
+    std::vector<float> alpha_logits(heads * static_cast<size_t>(orders), 0.0f);
+    if (favoured_order >= 0 && favoured_order < orders)
+        for (size_t i = 0; i < alpha_logits.size(); i++)
+            alpha_logits[i] = static_cast<int64_t>(i) % orders == favoured_order ? 2.0f : -2.0f;
     // The inverse of softplus, ln(e^s - 1), in a form that does not overflow.
     const double slope = spec.options[kPjAffineSlope];
     const float raw_slope = static_cast<float>(slope + std::log(-std::expm1(-slope)));
@@ -58,8 +70,8 @@ std::vector<BiasParameter> pj_parameters(const LagBiasSpec& spec) {
     std::vector<BiasParameter> list = {
         {"omega", per_frequency, fj || lc, omega},
         {"gate_logits", {H, kPjSectorCount}, true, gate_logits},
-        {"fj_alpha_logits", {H, orders}, fj, zeros},
-        {"lc_alpha_logits", {H, orders}, lc, zeros},
+        {"fj_alpha_logits", {H, orders}, fj, alpha_logits},
+        {"lc_alpha_logits", {H, orders}, lc, alpha_logits},
         {"fj_zeta_re", amplitudes, fj, {}, 0.02},
         {"fj_zeta_im", amplitudes, fj, {}, 0.02},
         {"lc_zeta_re", amplitudes, lc, {}, 0.02},

@@ -30,6 +30,7 @@ enum PjOption {
     kPjCyclesMax,
     kPjConstant,
     kPjLcDamping,
+    kPjOrderInit,
 };
 enum PjSector { kPjFj, kPjAffine, kPjLc, kPjSectorCount };
 

@@ -1,4 +1,7 @@
-// The Transformer: x += attn(LN(x)), x += mlp(LN(x)) per block, then LN and an untied head with bias.
+// The Transformer: x += attn(LN(x)), x += mlp(LN(x)) per block, then LN and an untied head with bias, at every position
+// or, for classes, at the last one.
+#include <cmath>
+
 #include "src/error.h"
 #include "test/reference/reference.h"
 
@@ -65,9 +68,10 @@ static const std::string kLagBiasPart = "attn.pj_bias.";
 
 std::map<std::string, std::vector<int64_t>> parameter_shapes(const ModelSettings& settings) {
     const int64_t C = settings.embed_dim, V = settings.vocab, M = settings.mlp_ratio * C;
+    const int64_t outputs = settings.classes > 0 ? settings.classes : V;
     std::map<std::string, std::vector<int64_t>> shapes = {
-        {"embedding.weight", {V, C}}, {"norm.weight", {C}}, {"norm.bias", {C}},
-        {"head.weight", {V, C}},      {"head.bias", {V}},
+        {"embedding.weight", {V, C}},  {"norm.weight", {C}},     {"norm.bias", {C}},
+        {"head.weight", {outputs, C}}, {"head.bias", {outputs}},
     };
     for (int64_t layer = 0; layer < settings.layers; layer++) {
         const std::string block = block_name(layer);
@@ -123,8 +127,8 @@ struct BlockActivations {
 struct Activations {
     RotaryTable rotary;
     std::vector<BlockActivations> blocks;
-    Vector x;     // (B, T, C), after the last block
-    Vector norm;  // (B, T, C)
+    Vector x;     // (B, T, C), after the last block; with classes (B, C), of the last positions
+    Vector norm;  // as x
     Vector logits;
 };
 
@@ -148,6 +152,19 @@ static void check_model(const ModelSettings& settings, const Tensors& parameters
     }
 }
 
+static Vector last_positions(const Vector& x, int64_t B, int64_t T, int64_t C) {
+    Vector out;
+    for (int64_t b = 1; b <= B; b++) out.insert(out.end(), x.begin() + (b * T - 1) * C, x.begin() + b * T * C);
+    return out;
+}
+
+static Vector last_positions_backward(const Vector& dout, int64_t B, int64_t T, int64_t C) {
+    Vector dx(B * T * C, 0.0);
+    for (int64_t b = 0; b < B; b++)
+        for (int64_t c = 0; c < C; c++) dx[((b + 1) * T - 1) * C + c] = dout[b * C + c];
+    return dx;
+}
+
 static Activations run_forward(const ModelSettings& settings, const Tensors& parameters,
                                const std::vector<int32_t>& tokens, int64_t B, int64_t T) {
     check_model(settings, parameters, tokens, B, T);
@@ -164,6 +181,10 @@ static Activations run_forward(const ModelSettings& settings, const Tensors& par
             a.lag_bias = lag_bias_table(settings.lag_bias, lag_bias_of(settings.lag_bias, H, parameters, block), H,
                                         settings.train_len, T);
         }
+        if (settings.strict_mask) {
+            if (a.lag_bias.empty()) a.lag_bias.assign(H * T, 0.0);
+            for (int64_t h = 0; h < H; h++) a.lag_bias[h * T] = -INFINITY;
+        }
         a.x = x;
         a.norm1 = layernorm_forward(a.x, parameter("norm1.weight"), parameter("norm1.bias"));
         a.qkv = linear_forward(a.norm1, parameter("attn.qkv.weight"), parameter("attn.qkv.bias"));
@@ -177,8 +198,8 @@ static Activations run_forward(const ModelSettings& settings, const Tensors& par
         x = sum_of(a.x_middle, mlp);
         activations.blocks.push_back(std::move(a));
     }
-    activations.x = x;
-    activations.norm = layernorm_forward(x, parameters.at("norm.weight"), parameters.at("norm.bias"));
+    activations.x = settings.classes > 0 ? last_positions(x, B, T, settings.embed_dim) : x;
+    activations.norm = layernorm_forward(activations.x, parameters.at("norm.weight"), parameters.at("norm.bias"));
     activations.logits = linear_forward(activations.norm, parameters.at("head.weight"), parameters.at("head.bias"));
     return activations;
 }
@@ -195,6 +216,7 @@ static Tensors run_backward(const ModelSettings& settings, const Tensors& parame
                                          gradients.at("head.weight"), gradients.at("head.bias"));
     Vector dx = layernorm_backward(dnorm, activations.x, parameters.at("norm.weight"), gradients.at("norm.weight"),
                                    gradients.at("norm.bias"));
+    if (settings.classes > 0) dx = last_positions_backward(dx, B, T, settings.embed_dim);
     for (int64_t layer = settings.layers - 1; layer >= 0; layer--) {
         const std::string block = block_name(layer);
         const auto parameter = [&](const std::string& name) -> const Vector& { return parameters.at(block + name); };

@@ -180,7 +180,9 @@ struct ModelSettings {
     int64_t train_len = 1024;  // L
     RotarySettings rotary = {};
     LagBiasSettings lag_bias = {};
-    bool alibi = false;  // the fixed table instead of a learned one
+    bool alibi = false;        // the fixed table instead of a learned one
+    bool strict_mask = false;  // a position attends earlier ones only; the first attends nothing
+    int64_t classes = 0;       // 0: V logits at every position; otherwise so many, at the last position of each sequence
 };
 
 // The 18 published names, and the settings with the position method of that name. Errors: a name not among them.
@@ -194,7 +196,7 @@ std::map<std::string, std::vector<int64_t>> parameter_shapes(const ModelSettings
 bool parameter_takes_part(const ModelSettings& settings, const std::string& name);
 
 struct ModelOutput {
-    Vector logits;      // (B, T, V)
+    Vector logits;      // (B, T, V); with classes (B, classes)
     Vector entropy;     // (B, H, T), of the last layer's attention rows
     Vector mean_lag;    // (B, H, T)
     double loss = 0;    // mean cross-entropy; 0 without targets
@@ -203,7 +205,7 @@ struct ModelOutput {
 // tokens: (B, T).
 ModelOutput model_forward(const ModelSettings& settings, const Tensors& parameters, const std::vector<int32_t>& tokens,
                           int64_t B, int64_t T);
-// tokens, targets: (B, T). model_loss is model_forward with the loss.
+// tokens: (B, T); targets: (B, T), with classes (B). model_loss is model_forward with the loss.
 ModelOutput model_loss(const ModelSettings& settings, const Tensors& parameters, const std::vector<int32_t>& tokens,
                        const std::vector<int32_t>& targets, int64_t B, int64_t T);
 ModelOutput model_gradients(const ModelSettings& settings, const Tensors& parameters,
