@@ -5,9 +5,10 @@
 //     per block:  x += out_proj(attention(qkv(norm1(x))));  x += mlp.2(gelu(mlp.0(norm2(x))))
 //     logits = head(norm(x))
 //
-// Options of ModelShape: a strict mask (lag_bias.strict_mask: no position attends itself, and the first attends nothing),
-// frozen queries and keys, and a classifier's head, which reads the last position of each sequence. Of a classifier's last
-// block only that position is computed once attention is done; rows R are B for a classifier, N = B T otherwise.
+// Options of ModelShape: a strict mask (lag_bias.strict_mask: no position attends itself, and the first attends
+// nothing), frozen queries and keys, and a classifier's head, which reads the last position of each sequence. Of a
+// classifier's last block only that position is computed once attention is done; rows R are B for a classifier, N = B T
+// otherwise.
 #pragma once
 
 #include <chrono>
@@ -106,7 +107,7 @@ struct Activations {
     DeviceArray<float> memory;    // what the pointers below and the blocks' point into
     std::vector<real*> residual;  // (N, C) before each block and after the last; inference: all one
     std::vector<BlockActivations> blocks;
-    real* projection = nullptr;  // (chunk, C): output of out_proj or mlp.2
+    real* projection = nullptr;      // (chunk, C): output of out_proj or mlp.2
     real* last_residual = nullptr;   // (B, C), a classifier's: the stream before the last block, at the last positions
     real* last_attention = nullptr;  // (B, C), a classifier's: attention of the last block, at the last positions
     real* norm = nullptr;            // (kHeadRows, C): the final LayerNorm, a chunk of rows at a time
@@ -114,13 +115,13 @@ struct Activations {
     float* norm_rstd = nullptr;      // (R)
     real* logits = nullptr;          // (kHeadRows, V or classes): a chunk of rows at a time
     float* losses = nullptr;         // (R)
-    float* entropy = nullptr;    // (B, H, T), inference with statistics
-    float* mean_lag = nullptr;   // (B, H, T), inference with statistics
-    real* dresidual = nullptr;   // (N, C), training, as the next ones
-    real* dnorm = nullptr;       // (N, C)
-    real* dhidden = nullptr;     // (kBackwardRows, mlp_dim)
-    real* dqkv = nullptr;        // (N, 3, H, D)
-    float* dlag_bias = nullptr;  // (H, T)
+    float* entropy = nullptr;        // (B, H, T), inference with statistics
+    float* mean_lag = nullptr;       // (B, H, T), inference with statistics
+    real* dresidual = nullptr;       // (N, C), training, as the next ones
+    real* dnorm = nullptr;           // (N, C)
+    real* dhidden = nullptr;         // (kBackwardRows, mlp_dim)
+    real* dqkv = nullptr;            // (N, 3, H, D)
+    float* dlag_bias = nullptr;      // (H, T)
     float* workspace = nullptr;
     DeviceArray<int32_t> tokens, targets;  // (N), (R)
     bool reads_last = false;               // of a classifier
