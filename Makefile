@@ -86,7 +86,7 @@ LDLIBS += -lboost_context
 endif
 
 # One program per source file in these folders, named after the file; everything else is the library.
-PROGRAM_SOURCES := $(wildcard data_prep/*.cpp train/*.cpp eval/*.cpp generate/*.cpp bench/*.cpp lab/*.cpp)
+PROGRAM_SOURCES := $(wildcard data_prep/*.cpp train/*.cpp eval/*.cpp generate/*.cpp bench/*.cpp lab/*.cpp bridge/*.cpp)
 MAIN_SOURCES := $(shell grep -l '^int main(.*)' $(PROGRAM_SOURCES) /dev/null 2>/dev/null)
 LIBRARY_SOURCES := $(wildcard src/*.cpp kernels/*.cpp kernels/position/*.cpp kernels/$(BACKEND)/*.cpp models/*.cpp) \
 	$(filter-out $(MAIN_SOURCES),$(PROGRAM_SOURCES))
@@ -189,7 +189,7 @@ $(BUILD)/fuzz_%: $(patsubst %.cpp,$(BUILD)/obj/%.o,test/fuzz/%.cpp test/fuzz_tar
 test: all
 	JETLAG_BUILD=$(BUILD) $(if $(findstring thread,$(SAN)),TSAN_OPTIONS=ignore_noninstrumented_modules=1) $(TESTS) $(if $(FILTER),--gtest_filter='$(FILTER)')
 
-FORMATTED := $(shell find src kernels models train eval generate data_prep bench lab test -name '*.cpp' -o -name '*.h' -o -name '*.cu' 2>/dev/null)
+FORMATTED := $(shell find src kernels models train eval generate data_prep bench lab bridge test -name '*.cpp' -o -name '*.h' -o -name '*.cu' 2>/dev/null)
 CLANG_FORMAT ?= clang-format
 format:
 	$(CLANG_FORMAT) -i $(FORMATTED)

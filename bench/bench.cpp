@@ -735,8 +735,8 @@ void write_inputs(const std::filesystem::path& folder) {
                           std::string_view(reinterpret_cast<const char*>(tokens.data()), tokens.size()));
     for (const Method& method : methods()) {
         const Subject subject = make_subject(method.name, {});
-        save_checkpoint(folder / fmt::format("{}.safetensors", method.name), subject.model, subject.config, 0,
-                        sha256_hex(std::as_bytes(tokens)));
+        save_checkpoint(folder / fmt::format("{}.safetensors", method.name), subject.model, config_json(subject.config),
+                        0, sha256_hex(std::as_bytes(tokens)));
     }
     fmt::print("tokens and initial weights of {} methods written to {}\n", methods().size(), folder.string());
 }

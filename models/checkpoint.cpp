@@ -34,10 +34,10 @@ void read_parameter_tensors(const Model& model, float* values, const Safetensors
     copy_to_device(values, host.data(), host.size() * sizeof(float));
 }
 
-void save_checkpoint(const std::filesystem::path& path, const Model& model, const Config& config, int64_t step,
+void save_checkpoint(const std::filesystem::path& path, const Model& model, const std::string& config, int64_t step,
                      const std::string& corpus_sha256) {
     SafetensorsFile file;
-    file.metadata[kMetadataConfig] = config_json(config);
+    file.metadata[kMetadataConfig] = config;
     file.metadata[kMetadataStep] = std::to_string(step);
     file.metadata[kMetadataCorpus] = corpus_sha256;
     file.metadata[kMetadataPrecision] = kPrecision;

@@ -26,7 +26,8 @@ std::vector<Tensor> parameter_tensors(const Model& model, const float* values, c
 void read_parameter_tensors(const Model& model, float* values, const SafetensorsFile& file, const std::string& prefix,
                             const std::string& file_name);
 
-void save_checkpoint(const std::filesystem::path& path, const Model& model, const Config& config, int64_t step,
+// config: the resolved configuration as JSON; corpus_sha256: "" where there is no corpus.
+void save_checkpoint(const std::filesystem::path& path, const Model& model, const std::string& config, int64_t step,
                      const std::string& corpus_sha256);
 
 // The checkpoint of a run folder.

@@ -110,11 +110,30 @@ static Key text_key(const std::string& path, std::string* target, const std::str
     return key;
 }
 
+static constexpr double kMostSteps = 1e9;
+
+std::vector<Key> optimizer_keys(TrainSettings& train) {
+    return {
+        {"train.steps", &train.steps, "optimizer steps", 0, kMostSteps},
+        {"train.lr", &train.lr, "learning rate of AdamW", 0, 1000},
+        text_key("train.schedule", &train.schedule, "learning rate after the warm-up", {"constant", "cosine"}),
+        {"train.warmup_steps", &train.warmup_steps, "steps of linear warm-up", 0, kMostSteps},
+        {"train.final_lr", &train.final_lr, "learning rate at the last step of the cosine", 0, 1000},
+        {"train.weight_decay", &train.weight_decay, "decoupled weight decay, on every parameter that takes part", 0,
+         1000},
+        {"train.beta1", &train.beta1, "decay of AdamW's first moment", 0, 0.999999},
+        {"train.beta2", &train.beta2, "decay of AdamW's second moment", 0, 0.99999999},
+        {"train.eps", &train.eps, "AdamW's epsilon", 0, 1, true},
+        {"train.grad_clip", &train.grad_clip, "largest global gradient norm; 0: no clipping", 0,
+         std::numeric_limits<double>::infinity()},
+        {"train.seed", &train.seed, "seed of weights and batches, as torch.manual_seed", 0, 4294967295.0},
+    };
+}
+
 enum class Form { all, resolved };
 
 static std::vector<Key> make_keys(Config& c, Form form) {
-    const double none = std::numeric_limits<double>::infinity();
-    const double most = 1e9;
+    const double most = kMostSteps;
     PositionSettings& position = c.model.position;
     std::vector<std::string> names;
     for (const Method& method : methods()) names.push_back(method.name);
@@ -169,18 +188,11 @@ static std::vector<Key> make_keys(Config& c, Form form) {
          most},
         {"train.recompute", &c.train.recompute,
          "compute each block's activations again in backward instead of keeping them: less memory, more time"},
-        {"train.steps", &c.train.steps, "optimizer steps", 0, most},
-        {"train.lr", &c.train.lr, "learning rate of AdamW", 0, 1000},
-        text_key("train.schedule", &c.train.schedule, "learning rate after the warm-up", {"constant", "cosine"}),
-        {"train.warmup_steps", &c.train.warmup_steps, "steps of linear warm-up", 0, most},
-        {"train.final_lr", &c.train.final_lr, "learning rate at the last step of the cosine", 0, 1000},
-        {"train.weight_decay", &c.train.weight_decay, "decoupled weight decay, on every parameter that takes part", 0,
-         1000},
-        {"train.beta1", &c.train.beta1, "decay of AdamW's first moment", 0, 0.999999},
-        {"train.beta2", &c.train.beta2, "decay of AdamW's second moment", 0, 0.99999999},
-        {"train.eps", &c.train.eps, "AdamW's epsilon", 0, 1, true},
-        {"train.grad_clip", &c.train.grad_clip, "largest global gradient norm; 0: no clipping", 0, none},
-        {"train.seed", &c.train.seed, "seed of weights and batches, as torch.manual_seed", 0, 4294967295.0},
+    };
+    keys.insert(keys.end(), rest.begin(), rest.end());
+    const std::vector<Key> optimizer = optimizer_keys(c.train);
+    keys.insert(keys.end(), optimizer.begin(), optimizer.end());
+    const std::vector<Key> last = {
         {"train.data_seed", &c.train.data_seed,
          "if given, batch n depends on this seed and n alone (paired comparisons)", 0, 4294967295.0},
         {"train.log_every", &c.train.log_every, "steps between lines of the log", 1, most},
@@ -194,7 +206,7 @@ static std::vector<Key> make_keys(Config& c, Form form) {
         {"eval.batch", &c.eval.batch, "windows per batch", 1, most},
         {"eval.seed", &c.eval.seed, "seed of the evaluation windows", 0, 4294967295.0},
     };
-    keys.insert(keys.end(), rest.begin(), rest.end());
+    keys.insert(keys.end(), last.begin(), last.end());
     return keys;
 }
 

@@ -92,6 +92,9 @@ struct Config {
     EvalSettings eval;
 };
 
+// The keys from train.steps to train.seed: what any training program has.
+std::vector<Key> optimizer_keys(TrainSettings& train);
+
 // Every key that a file or --set may hold, both forms of model.position included. Points into `config`.
 std::vector<Key> config_keys(Config& config);
 

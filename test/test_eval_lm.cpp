@@ -68,7 +68,7 @@ struct Workshop {
         TorchGenerator generator = make_generator(static_cast<uint64_t>(c.train.seed));
         initialize_model(model, generator);
         if (change) change(model);
-        save_checkpoint(path(name), model, c, 0, corpus_sha256);
+        save_checkpoint(path(name), model, config_json(c), 0, corpus_sha256);
         return path(name);
     }
 

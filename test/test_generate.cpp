@@ -474,7 +474,7 @@ struct Workshop {
         TorchGenerator generator = make_generator(1);
         initialize_model(model, generator);
         if (change) change(model);
-        save_checkpoint(path(name), model, config, 0, "");
+        save_checkpoint(path(name), model, config_json(config), 0, "");
         return path(name);
     }
 };

@@ -54,12 +54,12 @@ bool holds_a_run(const std::filesystem::path& folder) {
     return std::filesystem::exists(csv_path(folder)) && read_file(csv_path(folder)).size() > std::strlen(kLogHeader);
 }
 
-void save_run(const std::filesystem::path& folder, const Model& model, const TrainingState& state, const Config& config,
-              const std::string& corpus_sha256) {
+void save_run(const std::filesystem::path& folder, const Model& model, const TrainingState& state,
+              const RunIdentity& identity) {
     SafetensorsFile file;
-    file.metadata[kMetadataConfig] = config_json(config);
+    file.metadata[kMetadataConfig] = identity.config;
     file.metadata[kMetadataStep] = std::to_string(state.step);
-    file.metadata[kMetadataCorpus] = corpus_sha256;
+    file.metadata[kMetadataCorpus] = identity.corpus_sha256;
     file.metadata[kMetadataPrecision] = kPrecision;
     file.metadata[kMetadataGenerator] = generator_state(state.generator);
     file.tensors = parameter_tensors(model, model.parameters.data, "");
@@ -70,7 +70,7 @@ void save_run(const std::filesystem::path& folder, const Model& model, const Tra
         sync_file(csv_path(folder));
         sync_file(jsonl_path(folder));
         write_safetensors(state_path(folder), file);
-        save_checkpoint(checkpoint_file(folder), model, config, state.step, corpus_sha256);
+        save_checkpoint(checkpoint_file(folder), model, identity.config, state.step, identity.corpus_sha256);
     } catch (const Error& e) {
         const int64_t good = saved_step(folder);
         fail("{}; {}", e.what(),
@@ -100,23 +100,22 @@ int64_t saved_step(const std::filesystem::path& folder) {
     }
 }
 
-// Settings that may differ between the two parts of a resumed run, because the steps taken do not depend on them.
-static bool may_change(const std::string& key, const Config& config) {
-    if (key == "train.steps") return config.train.schedule == "constant";
-    for (const char* free : {"data.corpus", "train.log_every", "train.eval_every", "train.eval_batches",
-                             "train.save_every", "train.initial_eval_batches", "train.recompute"})
+bool is_free_training_key(const std::string& key, const TrainSettings& train) {
+    if (key == "train.steps") return train.schedule == "constant";
+    for (const char* free : {"train.log_every", "train.eval_every", "train.eval_batches", "train.save_every",
+                             "train.initial_eval_batches", "train.recompute"})
         if (key == free) return true;
-    return key.starts_with("eval.");
+    return false;
 }
 
-static void check_same_config(const std::string& saved_json, const Config& config, const std::string& name) {
+static void check_same_config(const std::string& saved_json, const RunIdentity& identity, const std::string& name) {
     std::string resolved;
     try {
-        resolved = config_json(make_config(settings_from_json(saved_json, name)));
+        resolved = identity.resolve(saved_json, name);
     } catch (const Error& e) {
         fail("{}", e.what());  // a damaged file, not a bad configuration
     }
-    const json saved = json::parse(resolved).flatten(), now = json::parse(config_json(config)).flatten();
+    const json saved = json::parse(resolved).flatten(), now = json::parse(identity.config).flatten();
     std::vector<std::string> keys;
     for (const json* side : {&saved, &now})
         for (const auto& item : side->items()) keys.push_back(item.key());
@@ -124,19 +123,18 @@ static void check_same_config(const std::string& saved_json, const Config& confi
         const json was = saved.value(pointer, json()), is = now.value(pointer, json());
         std::string key = pointer.substr(1);
         std::replace(key.begin(), key.end(), '/', '.');
-        if (was != is && !may_change(key, config))
+        if (was != is && !identity.may_change(key))
             fail_usage("{}: cannot resume: {} was {} and is {} now", name, key, was.dump(), is.dump());
     }
 }
 
-void load_run(const std::filesystem::path& folder, Model& model, TrainingState& state, const Config& config,
-              const std::string& corpus_sha256) {
+void load_run(const std::filesystem::path& folder, Model& model, TrainingState& state, const RunIdentity& identity) {
     if (!std::filesystem::exists(state_path(folder)) && std::filesystem::exists(checkpoint_file(folder)))
         fail_usage("{}: cannot resume: not there, but {} is, which starting again would replace; give another --out",
                    state_path(folder).string(), checkpoint_file(folder).string());
     const std::string name = state_path(folder).string();
     const SafetensorsFile file = read_safetensors(name);
-    check_same_config(metadata_of(file, kMetadataConfig, name), config, name);
+    check_same_config(metadata_of(file, kMetadataConfig, name), identity, name);
     // States of before there were others do not say it.
     const auto found = file.metadata.find(kMetadataPrecision);
     const std::string precision = found != file.metadata.end() ? found->second : "fp32";
@@ -144,17 +142,17 @@ void load_run(const std::filesystem::path& folder, Model& model, TrainingState& 
         fail_usage("{}: cannot resume: the run was trained in {}, and this build computes in {} (make PRECISION={})",
                    name, precision, kPrecision, precision);
     const std::string corpus = metadata_of(file, kMetadataCorpus, name);
-    if (corpus != corpus_sha256)
+    if (corpus != identity.corpus_sha256)
         fail_usage("{}: cannot resume: the run was trained on a corpus with SHA-256 {}, but {} has {}", name, corpus,
-                   config.data.corpus, corpus_sha256);
+                   identity.corpus, identity.corpus_sha256);
     read_parameter_tensors(model, model.parameters.data, file, "", name);
     read_parameter_tensors(model, state.m.data, file, "adam.m.", name);
     read_parameter_tensors(model, state.v.data, file, "adam.v.", name);
     state.step = step_of(file, name);
     state.generator = generator_from_state(metadata_of(file, kMetadataGenerator, name));
-    if (state.step > config.train.steps)
+    if (state.step > identity.steps)
         fail_usage("{}: cannot resume: the run has taken {} steps already, and train.steps is {}", name, state.step,
-                   config.train.steps);
+                   identity.steps);
 }
 
 void start_logs(const std::filesystem::path& folder) {

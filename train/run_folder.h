@@ -10,6 +10,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <optional>
 #include <string>
 #include <vector>
@@ -25,6 +26,20 @@ struct TrainingState {
     TorchGenerator generator;
     DeviceArray<float> m, v;  // AdamW's moments, laid out like the parameters
 };
+
+// What a run is known by, and what of it may be different when it goes on.
+struct RunIdentity {
+    std::string config;                 // the resolved configuration as JSON
+    std::string corpus, corpus_sha256;  // "" where there is no corpus
+    int64_t steps = 0;                  // to be taken in all
+    // A saved configuration completed by today's defaults. Errors: it is not one.
+    std::function<std::string(const std::string& json, const std::string& file)> resolve;
+    // Whether the steps that were taken do not depend on this key, so that it may change.
+    std::function<bool(const std::string& key)> may_change;
+};
+
+// Keys of the section `train` that the steps taken do not depend on.
+bool is_free_training_key(const std::string& key, const TrainSettings& train);
 
 struct LogRow {
     int64_t step = 0;                    // numbered from 1
@@ -51,16 +66,15 @@ bool holds_a_run(const std::filesystem::path& folder);
 
 // Writes the state, then the checkpoint, each atomically. Errors name the file and say which step the last good
 // state is of.
-void save_run(const std::filesystem::path& folder, const Model& model, const TrainingState& state, const Config& config,
-              const std::string& corpus_sha256);
+void save_run(const std::filesystem::path& folder, const Model& model, const TrainingState& state,
+              const RunIdentity& identity);
 
 // The step of the state on disk, or -1 if there is no readable one.
 int64_t saved_step(const std::filesystem::path& folder);
 
 // Reads the state into model and state. Errors (exit code 2) name what differs: a model setting, a training setting
 // that would change the trajectory, the corpus.
-void load_run(const std::filesystem::path& folder, Model& model, TrainingState& state, const Config& config,
-              const std::string& corpus_sha256);
+void load_run(const std::filesystem::path& folder, Model& model, TrainingState& state, const RunIdentity& identity);
 
 // Starts empty logs, or, when resuming, drops the rows after `step` and returns the seconds of the last one kept.
 void start_logs(const std::filesystem::path& folder);
