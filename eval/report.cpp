@@ -1,5 +1,7 @@
 #include "eval/report.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <nlohmann/json.hpp>
 
