@@ -41,8 +41,8 @@ CXXFLAGS := -std=c++20 -Wall -Wextra -Werror $(if $(DEBUG)$(SAN),-g) $(OPENMP) -
 CPPFLAGS := -I. -MD -MP -DFMT_SHARED $(if $(filter bf16,$(PRECISION)),-DJETLAG_BF16 )$(if $(filter tf32,$(PRECISION)),-DJETLAG_TF32 )-DHWY_DISABLED_TARGETS=HWY_SVE+HWY_SVE2+HWY_SVE_256+HWY_SVE2_128
 LDFLAGS := $(OPENMP) -pthread
 LDLIBS := -lhwy -lyaml-cpp -lcurl -lcrypto -larchive -lcsv -lfmt
-# Time is spent in the kernels, whose micro-loops want to be unrolled, and in the tests' reference. The rest only calls
-# them, and compiles twice as fast at -O1.
+# Time is spent in the kernels, whose micro-loops want to be unrolled, in the laboratory, and in the tests' reference. The
+# rest only calls them, and compiles twice as fast at -O1.
 HOST_OPTIMIZATION := $(if $(DEBUG),-O0,-O1)
 REFERENCE_OPTIMIZATION := $(if $(DEBUG),-O0,-O2)
 KERNEL_OPTIMIZATION := $(if $(DEBUG),-O0,-O3)
@@ -135,7 +135,7 @@ FORCE:
 OPTIMIZATION := $(HOST_OPTIMIZATION)
 $(BUILD)/obj/kernels/%.o: OPTIMIZATION := $(KERNEL_OPTIMIZATION)
 $(BUILD)/obj/kernels/emu/%.o: OPTIMIZATION := $(KERNEL_OPTIMIZATION) $(EMU_SIMD)
-$(BUILD)/obj/lab/%.o: OPTIMIZATION := $(KERNEL_OPTIMIZATION)
+$(BUILD)/obj/lab/%.o: OPTIMIZATION := $(REFERENCE_OPTIMIZATION)
 $(BUILD)/obj/test/reference/%.o: OPTIMIZATION := $(REFERENCE_OPTIMIZATION)
 
 $(BUILD)/obj/%.o: %.cpp $(BUILD)/commands

@@ -1,6 +1,7 @@
 // Linear least squares and condition numbers, through Eigen, which only this source includes.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
