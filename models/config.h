@@ -118,9 +118,10 @@ struct ModelShape {
     int64_t train_len = 0;  // L
     bool exact_skipping = true;
     bool cudnn_attention = false;
-    int64_t classes = 0;     // 0: logits over the vocabulary at every position; else so many, at the last one only
-    bool freeze_qk = false;  // query and key rows of qkv are 0 and stay: scores are the lag bias alone
-    std::string position;  // the method's name, or what it is composed of
+    int64_t classes = 0;  // 0: logits over the vocabulary at every position; else so many, at the last one only
+    bool lag_bias_drawn_first = false;  // of a block's initial values, those of the lag bias come before qkv
+    bool freeze_qk = false;             // query and key rows of qkv are 0 and stay: scores are the lag bias alone
+    std::string position;               // the method's name, or what it is composed of
     RotarySpec rotary;
     LagBiasSpec lag_bias;
 };

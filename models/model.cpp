@@ -100,6 +100,7 @@ static std::vector<ParameterInfo> make_layout(const ModelShape& shape) {
                 info.name = block + ".attn." + shape.lag_bias.module->state_name + "." + parameter.name;
                 info.shape = parameter.shape;
                 info.takes_part = parameter.takes_part;
+                info.is_lag_bias = true;
                 info.initial = parameter.initial;
                 info.normal_std = parameter.normal_std;
                 layout.push_back(info);
@@ -142,9 +143,24 @@ Model make_model(const ModelShape& shape) {
     return model;
 }
 
+// The tensors in the order in which their initial values are drawn.
+static std::vector<const ParameterInfo*> draw_order(const Model& model) {
+    std::vector<const ParameterInfo*> order;
+    int64_t before_qkv = 0;
+    for (const ParameterInfo& info : model.layout) {
+        if (info.name.ends_with(".attn.qkv.weight")) before_qkv = std::ssize(order);
+        if (info.is_lag_bias && model.shape.lag_bias_drawn_first)
+            order.insert(order.begin() + before_qkv++, &info);
+        else
+            order.push_back(&info);
+    }
+    return order;
+}
+
 void initialize_model(Model& model, TorchGenerator& generator) {
     std::vector<float> values(static_cast<size_t>(model.parameters.size));
-    for (const ParameterInfo& info : model.layout) {
+    for (const ParameterInfo* drawn : draw_order(model)) {
+        const ParameterInfo& info = *drawn;
         const std::span<float> out(values.data() + info.offset, static_cast<size_t>(info.size));
         if (info.normal_std != 0) {
             fill_normal(generator, out);

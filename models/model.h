@@ -30,7 +30,8 @@ struct ParameterInfo {
     std::vector<int64_t> shape;
     int64_t offset = 0;
     int64_t size = 0;
-    bool takes_part = true;      // false: saved, never updated (a sector of the lag bias that is off)
+    bool takes_part = true;  // false: saved, never updated (a sector of the lag bias that is off)
+    bool is_lag_bias = false;
     int64_t frozen = 0;          // so many leading values are zero and never updated
     int64_t rounded_at = -1;     // of a dense layer: the place in the copy that RoundedWeights describes
     std::vector<float> initial;  // or drawn:
@@ -55,7 +56,8 @@ struct RoundedWeights {
 // A model with all parameters zero. Errors: no memory, saying how much was wanted.
 Model make_model(const ModelShape& shape);
 
-// Draws the initial parameters as the published PyTorch code does, tensor by tensor in the order of the layout.
+// Draws the initial parameters as the published PyTorch code does, tensor by tensor in the order of the layout, or with
+// each block's lag bias before its qkv.
 void initialize_model(Model& model, TorchGenerator& generator);
 
 // Named figures of the lag biases (gates, slopes, order masses), averaged over heads, then layers.

@@ -1,0 +1,26 @@
+// train_bridge: trains a small Transformer to answer a teacher's queries (docs/bridge.md).
+#include "bridge/training.h"
+#include "src/error.h"
+#include "train/command.h"
+
+namespace jetlag {
+namespace {
+
+int run(int argc, char** argv) {
+    BridgeConfig defaults;
+    TrainingCommand command;
+    if (!read_training_command(command, "Trains a small Transformer to answer a teacher's queries.",
+                               bridge_keys(defaults, false), argc, argv))
+        return kExitGood;
+    const BridgeConfig config = make_bridge_config(command.settings, false);
+    train_student(config, checked_run_folder(command, config.teacher.target + "-" + config.model.sector),
+                  command.resume);
+    return kExitGood;
+}
+
+}  // namespace
+}  // namespace jetlag
+
+int main(int argc, char** argv) {
+    return jetlag::run_main("train_bridge", [&] { return jetlag::run(argc, argv); });
+}
