@@ -21,7 +21,8 @@ BridgeEvaluation evaluate_student(const Model& model, const BridgeConfig& config
     BridgeEvaluation mean;
     mean.context = T;
     mean.batches = batches;
-    const double share = 1 / static_cast<double>(batches), row_share = share / static_cast<double>(B);
+    const double share = 1 / static_cast<double>(batches), rows = static_cast<double>(batches * B);
+    int64_t correct = 0, ones = 0;
     for (int64_t n = 0; n < batches; n++) {
         const QueryBatch batch = draw_queries(generator, config.teacher, config.train.context, B, T);
         const BatchResult result = evaluate_batch(model, acts, batch.tokens, batch.labels, B, T, T);
@@ -33,11 +34,13 @@ BridgeEvaluation evaluate_student(const Model& model, const BridgeConfig& config
         mean.attention_effective_support += share * result.effective_support.value();
         for (size_t b = 0; b < static_cast<size_t>(B); b++) {
             const double ahead = static_cast<double>(result.logits[2 * b + 1]) - result.logits[2 * b];
-            mean.mean_confidence += row_share / (1 + std::exp(-std::fabs(ahead)));
-            mean.accuracy += (ahead > 0) == (batch.labels[b] == 1) ? row_share : 0;
-            mean.label_balance += row_share * batch.labels[b];
+            mean.mean_confidence += 1 / rows / (1 + std::exp(-std::fabs(ahead)));
+            correct += (ahead > 0) == (batch.labels[b] == 1);
+            ones += batch.labels[b];
         }
     }
+    mean.accuracy = static_cast<double>(correct) / rows;
+    mean.label_balance = static_cast<double>(ones) / rows;
     return mean;
 }
 

@@ -485,6 +485,14 @@ static void forward_dense(real* out, const real* inp, const Dense& layer, int64_
         linear_forward(out, inp, layer.weight, layer.bias, rows, C, OC);
 }
 
+// Whether only the last position of each sequence is read of what follows block l's attention.
+static bool reads_last_only(const Activations& acts, size_t l) {
+    return acts.reads_last && l + 1 == acts.blocks.size();
+}
+static int64_t first_row(const Activations& acts, size_t l, int64_t T) {
+    return reads_last_only(acts, l) ? T - 1 : 0;
+}
+
 // Attention of block l; with a cache, over the T new tokens and those before.
 static void forward_attention(const ModelShape& s, const BlockTensors& w, Activations& acts, size_t l, int64_t B,
                               int64_t T, const AttentionRowStats* stats, KeyValueCache* cache) {
@@ -513,7 +521,7 @@ static void forward_attention(const ModelShape& s, const BlockTensors& w, Activa
     }
     if (!done)
         attention_forward(a.attention, a.lse, stats, a.qkv, acts.rotary, a.lag_bias, acts.workspace, B, T, s.heads,
-                          s.head_dim, s.exact_skipping ? acts.skipping.data : nullptr);
+                          s.head_dim, s.exact_skipping ? acts.skipping.data : nullptr, first_row(acts, l, T));
     lap(times, "attention forward");
 }
 
@@ -537,7 +545,7 @@ static void forward_block(const ModelShape& s, const BlockTensors& w, const Bloc
     forward_attention(s, w, acts, l, B, T, stats, cache);
     const real* attention = a.attention;
     int64_t R = N;
-    if (acts.reads_last && l + 1 == acts.blocks.size()) {
+    if (reads_last_only(acts, l)) {
         copy_rows(acts.last_residual, C, in + (T - 1) * C, T * C, B, C);
         copy_rows(acts.last_attention, C, a.attention + (T - 1) * C, T * C, B, C);
         lap(times, "residual");
@@ -733,7 +741,7 @@ static void forward_and_backward(const Model& model, Activations& acts, DeviceAr
         // The last block's activations are still there.
         if (acts.mode == Mode::recomputing && l + 1 < acts.blocks.size())
             forward_block(s, w, layers, acts, l, B, T, nullptr, false);
-        const bool last_only = acts.reads_last && l + 1 == acts.blocks.size();
+        const bool last_only = reads_last_only(acts, l);
         const int64_t M = last_only ? R : N;  // rows after attention
         for (int64_t n = 0; n < M; n += kBackwardRows) {
             const int64_t rows = std::min(kBackwardRows, M - n);
@@ -767,7 +775,7 @@ static void forward_and_backward(const Model& model, Activations& acts, DeviceAr
         if (!s.cudnn_attention)
             attention_backward(acts.dqkv, acts.dlag_bias, acts.dnorm, a.qkv, a.attention, a.lse, acts.rotary,
                                a.lag_bias, workspace, B, T, s.heads, s.head_dim,
-                               s.exact_skipping ? acts.skipping.data : nullptr);
+                               s.exact_skipping ? acts.skipping.data : nullptr, first_row(acts, l, T));
         lap(times, "attention backward");
         if (w.lag_bias != nullptr) lag_bias_table_backward(dw.lag_bias, acts.dlag_bias, s.lag_bias, w.lag_bias, T);
         lap(times, "lag-bias table");

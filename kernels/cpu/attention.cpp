@@ -136,6 +136,7 @@ struct BackwardSegment {
     double* dlag_bias;     // (T) =, [T - 1 - lag]; or nullptr
     float *dkey, *dvalue;  // this head's, row stride dkv_stride, rows key_begin .. key_end - 1 =
     int64_t dkv_stride;
+    int64_t first_row;  // dout of the rows before it is 0
 };
 
 }  // namespace jetlag
@@ -438,9 +439,10 @@ int64_t backward_segment(const PackedHead& head, const BackwardSegment& segment)
         const float* value_panel = head.value_panels + j0 * D;
         std::fill(dkey, dkey + D * lanes, 0.0f);
         std::fill(dvalue, dvalue + D * lanes, 0.0f);
-        for (int64_t row_tile = j0 / kTile; row_tile < row_tiles; row_tile++) {
+        for (int64_t row_tile = std::max(j0, segment.first_row) / kTile; row_tile < row_tiles; row_tile++) {
             // Rows before the first key of the tile see none of it.
-            const int64_t i0 = std::max(row_tile * kTile, j0), rows = std::min((row_tile + 1) * kTile, T) - i0;
+            const int64_t i0 = std::max({row_tile * kTile, j0, segment.first_row}),
+                          rows = std::min((row_tile + 1) * kTile, T) - i0;
             if (head.lags.skips) {
                 const KeyBound& key = head.key_bound[j0 / lanes];
                 const RowBound& row = head.row_bound[row_tile];
@@ -729,8 +731,9 @@ static HeadSource source_of(const Plan& plan, int64_t index, const float* qkv, c
 
 void attention_forward(float* out, float* lse, const AttentionRowStats* stats, const float* qkv,
                        const RotaryTable& rotary, const float* lag_bias, float* workspace, int64_t B, int64_t T,
-                       int64_t H, int64_t D, AttentionSkipping* skipping) {
+                       int64_t H, int64_t D, AttentionSkipping* skipping, int64_t first_row) {
     const Plan plan = make_plan(B, T, H, D);
+    const int64_t first_panel = first_row / plan.lanes;
     Workspace space = {workspace};
     Arrays arrays = take_arrays(space, plan, lag_bias, lag_bias != nullptr, false, skipping != nullptr);
     const auto pack = HWY_DYNAMIC_DISPATCH(pack_forward);
@@ -758,7 +761,7 @@ void attention_forward(float* out, float* lse, const AttentionRowStats* stats, c
             set_head(head, plan, arrays.lags, index);
             for (int64_t begin = 0; begin < T; begin += plan.pack_span) pack_span(head, index, begin);
             if (head.lags.skips) finish_key_bounds(head, plan.tiles);
-            for (int64_t tile = 0; tile < plan.panels; tile++) skipped += run_tile(head, index, tile);
+            for (int64_t tile = first_panel; tile < plan.panels; tile++) skipped += run_tile(head, index, tile);
         }
     }
     for (int64_t first = 0; plan.splits_heads && first < B * H; first += plan.group) {
@@ -776,19 +779,19 @@ void attention_forward(float* out, float* lse, const AttentionRowStats* stats, c
                     // The longest rows first, so that the threads end together.
 #pragma omp for collapse(2) schedule(dynamic) reduction(+ : skipped)
             for (int64_t g = 0; g < heads; g++)
-                for (int64_t back = 0; back < plan.panels; back++)
+                for (int64_t back = 0; back < plan.panels - first_panel; back++)
                     skipped += run_tile(arrays.heads[g], first + g, plan.panels - 1 - back);
         }
     }
     if (skipping == nullptr) return;
-    for (int64_t tile = 0; tile < plan.panels; tile++)
+    for (int64_t tile = first_panel; tile < plan.panels; tile++)
         skipping->tiles += B * H * ((std::min(T, (tile + 1) * plan.lanes) + kTile - 1) / kTile);
     skipping->skipped += skipped;
 }
 
 void attention_backward(float* dqkv, float* dlag_bias, const float* dout, const float* qkv, const float* out,
                         const float* lse, const RotaryTable& rotary, const float* lag_bias, float* workspace, int64_t B,
-                        int64_t T, int64_t H, int64_t D, AttentionSkipping* skipping) {
+                        int64_t T, int64_t H, int64_t D, AttentionSkipping* skipping, int64_t first_row) {
     const Plan plan = make_plan(B, T, H, D);
     const int64_t C = plan.C, S = plan.segments;
     const float scale = static_cast<float>(1 / std::sqrt(static_cast<double>(D)));
@@ -824,6 +827,7 @@ void attention_backward(float* dqkv, float* dlag_bias, const float* dout, const 
         segment.dkey = dqkv + qkv_offset(plan, index) + C;
         segment.dvalue = segment.dkey + C;
         segment.dkv_stride = 3 * C;
+        segment.first_row = first_row;
         return segment_backward(head, segment);
     };
     // dQ: the segments that reach the row added in order, scaled, and rotated back, as dK.
@@ -888,7 +892,8 @@ void attention_backward(float* dqkv, float* dlag_bias, const float* dout, const 
     if (dlag_bias != nullptr)
         for (int64_t i = 0; i < H * T; i++) dlag_bias[i] = static_cast<float>(arrays.lag_sums[i]);
     if (skipping == nullptr) return;
-    for (int64_t j0 = 0; j0 < T; j0 += plan.lanes) skipping->tiles += B * H * (plan.tiles - j0 / kTile);
+    for (int64_t j0 = 0; j0 < T; j0 += plan.lanes)
+        skipping->tiles += B * H * (plan.tiles - std::max(j0, first_row) / kTile);
     skipping->skipped += skipped;
 }
 
