@@ -48,7 +48,7 @@ struct AdaptiveFit {
     // With o_r(d) the part of order r, FJ and LC together: RMS of o_r over that of sum_r o_r; and the MSE without o_r
     // minus that with it.
     std::vector<double> functional_energy, leave_one_out;
-    int dominant_order;  // of the largest mass
+    int dominant_order;  // of the largest mass; -1 if no jet is used
     double sector_energy[kPjSectorCount];  // mean square of each sector's part, as shares of their sum
 };
 
@@ -56,9 +56,9 @@ struct AdaptiveFit {
 AdaptiveFit fit_adam(const LagTarget& target, const AdaptiveSettings& settings, uint64_t seed);
 
 // Variable projection: with the damping fixed, the kernel is linear in the products of gate, order weight and amplitude,
-// so these come from least squares, and only the damping is searched for, in [0, 4]. Of the combinations of sectors it
-// keeps the one with the fewest functions whose training MSE is within rounding (1e-24 of the target's mean square), and
-// all three sectors if there is none. Gates, which the products do not determine, are reported as 1 for a sector
+// so these come from least squares, and only the damping is searched for, in [0, 4]. Of the combinations of sectors and
+// orders 0..r it keeps the one with the fewest functions whose training MSE is within rounding (1e-24 of the target's mean
+// square), and the whole space if there is none: functions that are not needed would make the damping uncertain. Gates, which the products do not determine, are reported as 1 for a sector
 // that is used and 0 for one that is not; masses are those of the products.
 AdaptiveFit fit_varpro(const LagTarget& target, const AdaptiveSettings& settings);
 

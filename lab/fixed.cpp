@@ -210,24 +210,25 @@ static LabSummary mse_summary(const std::vector<FixedRow>& rows, const FixedSett
     return summary;
 }
 
-// The basis of least MSE for every target; errors near rounding count as equal, and of equal bases the smallest wins.
+// The basis of least MSE for every target at the last context; errors near rounding count as equal, and of equal bases the smallest wins.
 static LabSummary best_summary(const std::vector<FixedRow>& rows, const FixedSettings& settings) {
     LabSummary summary;
-    summary.title = "Best basis (errors below 1e-20 count as equal, and then the fewest functions win)";
-    summary.table.columns = {"target", "best basis", "cycles", "context", "MSE"};
+    const int64_t context = settings.contexts.back();
+    summary.title = fmt::format(
+        "Best basis on lags 0..{} (errors below 1e-20 count as equal, and then the fewest functions win)", context - 1);
+    summary.table.columns = {"target", "best basis", "cycles", "MSE"};
+    const auto rank = [](const FixedRow& row) {
+        return std::pair(std::max(row.mse, 1e-20), basis_size(parse_basis("--bases", row.basis)));
+    };
     for (double cycles : settings.cycles)
-        for (const std::string& target : settings.targets)
-            for (int64_t context : settings.contexts) {
-                const FixedRow* best = nullptr;
-                const auto rank = [](const FixedRow& row) {
-                    return std::pair(std::max(row.mse, 1e-20), basis_size(parse_basis("--bases", row.basis)));
-                };
-                for (const FixedRow& row : rows)
-                    if (row.cycles == cycles && row.target == target && row.context == context &&
-                        (best == nullptr || rank(row) < rank(*best)))
-                        best = &row;
-                summary.table.rows.push_back({target, best->basis, cycles, context, best->mse});
-            }
+        for (const std::string& target : settings.targets) {
+            const FixedRow* best = nullptr;
+            for (const FixedRow& row : rows)
+                if (row.cycles == cycles && row.target == target && row.context == context &&
+                    (best == nullptr || rank(row) < rank(*best)))
+                    best = &row;
+            summary.table.rows.push_back({target, best->basis, cycles, best->mse});
+        }
     return summary;
 }
 
@@ -238,6 +239,7 @@ static LabPanel mse_panel(const std::vector<FixedRow>& rows, const FixedSettings
     panel.title = fmt::format("{} cycles, lags 0..{}", cycles, context - 1);
     panel.y_label = "MSE";
     panel.log_y = true;
+    panel.lines = false;
     panel.x_names = settings.bases;
     for (const std::string& target : settings.targets) {
         LabSeries series;

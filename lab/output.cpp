@@ -111,13 +111,13 @@ static std::string panel_script(const LabPanel& panel, size_t number) {
         script += "EOD\n";
         if (is_empty) continue;
         const char* colour = kColours[s % std::size(kColours)];
-        // Of lines that lie on each other the later is thinner, so that all show.
+        // Of lines (and points) that lie on each other the later is thinner, so that all show.
         const double behind = static_cast<double>(panel.series.size() - 1 - s);
         const std::string style =
             panel.stacked
                 ? fmt::format("using 1:2:3:4:4 with candlesticks fs solid 0.85 noborder lc rgb '{}'", colour)
-                : fmt::format("using 1:2 with linespoints lw {:.2f} pt 7 ps {:.2f} lc rgb '{}'", 1.5 + 0.5 * behind,
-                              0.4 + 0.08 * behind, colour);
+                : fmt::format("using 1:2 with {} lw {:.2f} pt 7 ps {:.2f} lc rgb '{}'",
+                              panel.lines ? "linespoints" : "points", 1.5 + 0.5 * behind, 0.4 + 0.08 * behind, colour);
         plots +=
             fmt::format("{}{} {} title {}", plots.empty() ? "" : ", ", data, style, plot_text(series.name));
     }
