@@ -109,10 +109,10 @@ std::string evaluation_csv(const std::vector<Evaluation>& list, const Protocol& 
         ",checkpoint,windows,batches,batch,window_count,eval_seed,targets,targets_scored,disjoint_windows,seconds,"
         "attention_skipped\n";
     for (const Evaluation& e : list) {
-        text += fmt::format("{},{},{},{},{},{},{},{},{},{},{},{},{},{}", csv_cell(e.position), e.train_seed, e.train_len,
-                            e.context, e.max_order, number(e.train_len_loss), number(e.loss), number(e.perplexity),
-                            number(e.delta_loss), number(e.entropy), number(e.effective_support), number(e.mean_lag),
-                            number(e.logit_std), number(e.logit_abs_max));
+        text += fmt::format("{},{},{},{},{},{},{},{},{},{},{},{},{},{}", csv_cell(e.position), e.train_seed,
+                            e.train_len, e.context, e.max_order, number(e.train_len_loss), number(e.loss),
+                            number(e.perplexity), number(e.delta_loss), number(e.entropy), number(e.effective_support),
+                            number(e.mean_lag), number(e.logit_std), number(e.logit_abs_max));
         for (const std::string& name : lag_bias) {
             text += ",";
             for (const auto& figure : e.lag_bias)
@@ -175,10 +175,10 @@ std::string loss_by_position_csv(const std::vector<Evaluation>& list, const Prot
                 count += e.count_at[static_cast<size_t>(t)];
             }
             if (count == 0) continue;
-            text +=
-                fmt::format("{},{},{},{},{},{},{},{},{},{},{},{}\n", csv_cell(e.checkpoint), csv_cell(e.position), e.context,
-                            begin, end, count, number(sum / static_cast<double>(count)), windows_name(protocol),
-                            e.windows, protocol.seed, targets_name(protocol), e.disjoint_windows);
+            text += fmt::format("{},{},{},{},{},{},{},{},{},{},{},{}\n", csv_cell(e.checkpoint), csv_cell(e.position),
+                                e.context, begin, end, count, number(sum / static_cast<double>(count)),
+                                windows_name(protocol), e.windows, protocol.seed, targets_name(protocol),
+                                e.disjoint_windows);
         }
     return text;
 }

@@ -29,8 +29,13 @@ struct Functions {
 Functions make_functions(const AdaptiveSettings& settings, int64_t T) {
     const int orders = settings.max_order + 1;
     const size_t n = static_cast<size_t>(T), size = n * static_cast<size_t>(orders);
-    Functions f = {T, orders, std::vector<double>(n), std::vector<double>(size), std::vector<double>(size),
-                   std::vector<double>(size), std::vector<double>(size)};
+    Functions f = {T,
+                   orders,
+                   std::vector<double>(n),
+                   std::vector<double>(size),
+                   std::vector<double>(size),
+                   std::vector<double>(size),
+                   std::vector<double>(size)};
     const double omega = lag_frequency(settings.cycles, settings.train_len);
     double cosine[kPjMaxOrder + 1], sine[kPjMaxOrder + 1];
     for (size_t t = 0; t < n; t++) {
@@ -78,8 +83,8 @@ struct Head {
 };
 
 // The part of order r of one sector.
-std::vector<double> order_part(const Functions& f, const std::vector<double>& cosines,
-                               const std::vector<double>& sines, double re, double im, double damping, int r) {
+std::vector<double> order_part(const Functions& f, const std::vector<double>& cosines, const std::vector<double>& sines,
+                               double re, double im, double damping, int r) {
     const size_t n = static_cast<size_t>(f.T), first = static_cast<size_t>(r) * n;
     std::vector<double> part(n);
     for (size_t t = 0; t < n; t++)
@@ -137,8 +142,8 @@ AdaptiveFit measure_head(const Head& head, int restart, const Functions& train, 
         for (size_t t = 0; t < all.size(); t++) all[t] += orders[r][t];
     }
     if (total > 0)
-        fit.dominant_order = static_cast<int>(std::max_element(fit.order_mass.begin(), fit.order_mass.end()) -
-                                              fit.order_mass.begin());
+        fit.dominant_order =
+            static_cast<int>(std::max_element(fit.order_mass.begin(), fit.order_mass.end()) - fit.order_mass.begin());
     for (double& mass : fit.order_mass) mass = total > 0 ? mass / total : 0;
     const double whole = std::sqrt(mean_square(all));
     for (const std::vector<double>& part : orders) {
@@ -341,8 +346,7 @@ Head solve_products(const Functions& f, const std::vector<double>& target, const
     Matrix design = make_matrix(f.T, subspace_size(space));
     auto column = design.values.begin();
     const auto put = [&](const double* values, bool damped, double sign) {
-        for (size_t t = 0; t < n; t++)
-            *column++ = sign * values[t] * (damped ? std::exp(-damping * f.x[t]) : 1.0);
+        for (size_t t = 0; t < n; t++) *column++ = sign * values[t] * (damped ? std::exp(-damping * f.x[t]) : 1.0);
     };
     for (size_t r = 0; fj && r < orders; r++) {
         put(&f.fj_cos[r * n], true, 1);
@@ -474,9 +478,9 @@ LabResult run_adaptive(const AdaptiveSettings& settings) {
     result.title = is_adam ? "Targets found by a PJ head with Adam (Table 3)"
                            : "Targets found by a PJ head with variable projection";
     result.settings = settings_json(settings);
-    result.table.columns = {"target", "seed", "restart", "train_mse", "train_r2", "eval_mse", "eval_r2", "gate_fj",
-                            "gate_affine", "gate_lc", "affine_slope", "damping", "dominant_order", "energy_fj",
-                            "energy_affine", "energy_lc"};
+    result.table.columns = {"target",         "seed",      "restart",       "train_mse", "train_r2",     "eval_mse",
+                            "eval_r2",        "gate_fj",   "gate_affine",   "gate_lc",   "affine_slope", "damping",
+                            "dominant_order", "energy_fj", "energy_affine", "energy_lc"};
     for (const char* group :
          {"fj_mass", "lc_mass", "normalized_order_mass", "functional_energy", "leave_one_order_out_delta_mse"})
         for (size_t r = 0; r < orders; r++) result.table.columns.push_back(fmt::format("{}_r{}", group, r));

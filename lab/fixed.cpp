@@ -210,7 +210,8 @@ static LabSummary mse_summary(const std::vector<FixedRow>& rows, const FixedSett
     return summary;
 }
 
-// The basis of least MSE for every target at the last context; errors near rounding count as equal, and of equal bases the smallest wins.
+// The basis of least MSE for every target at the last context; errors near rounding count as equal, and of equal bases
+// the smallest wins.
 static LabSummary best_summary(const std::vector<FixedRow>& rows, const FixedSettings& settings) {
     LabSummary summary;
     const int64_t context = settings.contexts.back();
@@ -265,7 +266,8 @@ LabResult run_fixed(const FixedSettings& settings) {
     result.name = "fixed";
     result.title = fmt::format("Targets fitted by fixed bases on lags 0..{}", settings.train_len - 1);
     result.settings = settings_json(settings);
-    result.table.columns = {"omega_cycles", "target", "basis", "eval_len", "train_mse", "mse", "r2", "condition_number"};
+    result.table.columns = {"omega_cycles", "target", "basis", "eval_len",
+                            "train_mse",    "mse",    "r2",    "condition_number"};
     for (const FixedRow& row : rows)
         result.table.rows.push_back(
             {row.cycles, row.target, row.basis, row.context, row.train_mse, row.mse, row.r2, row.condition});
@@ -287,7 +289,8 @@ LabResult run_projection(const FixedSettings& settings) {
 
     LabResult result;
     result.name = "projection";
-    result.title = fmt::format("Published kernels as projections, fitted on lags 0..{} (Table 9)", settings.train_len - 1);
+    result.title =
+        fmt::format("Published kernels as projections, fitted on lags 0..{} (Table 9)", settings.train_len - 1);
     result.settings = settings_json(settings);
     result.table.columns = {"omega_cycles", "train_len", "eval_len",  "target", "target_label", "basis",
                             "basis_label",  "basis_dim", "train_mse", "mse",    "r2",           "condition_number"};

@@ -477,10 +477,9 @@ LabResult run_cache(const CacheSettings& settings) {
     result.settings = settings_json(s);
     result.settings["cache_dim"] = settings.cache_dim;
     result.settings["seed"] = settings.seed;
-    result.table.columns = {"variant",       "eval_len",       "train_len",          "max_order",
-                            "cache_dim",     "feature_dim",    "omega_cycles",       "seed",
-                            "key_norm_max",  "key_norm_final", "key_norm_mean",      "key_norm_far_mean",
-                            "cache_abs_max", "logit_abs_max",  "logit_std"};
+    result.table.columns = {"variant",       "eval_len",          "train_len",     "max_order",     "cache_dim",
+                            "feature_dim",   "omega_cycles",      "seed",          "key_norm_max",  "key_norm_final",
+                            "key_norm_mean", "key_norm_far_mean", "cache_abs_max", "logit_abs_max", "logit_std"};
     for (const char* bits : {"int8", "int4"})
         for (const char* column : {"cache_error_tensor", "cache_error_channel", "cache_error_far_tensor",
                                    "logit_rel_error_tensor", "logit_rel_error_channel"})
@@ -564,19 +563,21 @@ LabResult run_cache(const CacheSettings& settings) {
                                             "int8_logit_rel_error_tensor",
                                             "int4_cache_error_tensor",
                                             "int4_logit_rel_error_tensor"};
-    summary.table.columns = {"variant", "key norm", "logit std", "int8 cache", "int8 logit", "int4 cache", "int4 logit"};
+    summary.table.columns = {"variant",    "key norm",   "logit std", "int8 cache",
+                             "int8 logit", "int4 cache", "int4 logit"};
     for (const auto& row : result.table.rows) {
         if (row[1] != s.contexts.back()) continue;
         summary.table.rows.emplace_back();
         for (const std::string& column : shown)
-            summary.table.rows.back().push_back(row[static_cast<size_t>(
-                std::find(result.table.columns.begin(), result.table.columns.end(), column) -
-                result.table.columns.begin())]);
+            summary.table.rows.back().push_back(
+                row[static_cast<size_t>(std::find(result.table.columns.begin(), result.table.columns.end(), column) -
+                                        result.table.columns.begin())]);
     }
     result.summaries = {summary};
-    result.panels = {context_panel(lines, s, "Norm of the last key", "norm", true, [](const Line& x) { return x.norm; }),
-                     context_panel(lines, s, "int4 error of the logits, one scale", "relative error", true,
-                                   [](const Line& x) { return x.logit_error; })};
+    result.panels = {
+        context_panel(lines, s, "Norm of the last key", "norm", true, [](const Line& x) { return x.norm; }),
+        context_panel(lines, s, "int4 error of the logits, one scale", "relative error", true,
+                      [](const Line& x) { return x.logit_error; })};
     return result;
 }
 
@@ -678,13 +679,27 @@ LabResult run_retrieval(const RetrievalSettings& settings) {
     result.settings = settings_json(s);
     result.settings["precisions"] = settings.precisions;
     result.settings["queries"] = settings.queries;
-    result.table.columns = {"variant",         "precision",         "eval_len",
-                            "train_len",       "bucket",            "min_lag",
-                            "max_lag",         "n_queries",         "candidate_count",
-                            "feature_dim",     "top1_exact",        "within_1",
-                            "within_8",        "within_64",         "bucket_accuracy",
-                            "mean_abs_error",  "median_abs_error",  "mean_target_score",
-                            "mean_best_nonself_score", "mean_margin", "min_margin",
+    result.table.columns = {"variant",
+                            "precision",
+                            "eval_len",
+                            "train_len",
+                            "bucket",
+                            "min_lag",
+                            "max_lag",
+                            "n_queries",
+                            "candidate_count",
+                            "feature_dim",
+                            "top1_exact",
+                            "within_1",
+                            "within_8",
+                            "within_64",
+                            "bucket_accuracy",
+                            "mean_abs_error",
+                            "median_abs_error",
+                            "mean_target_score",
+                            "mean_best_nonself_score",
+                            "mean_margin",
+                            "min_margin",
                             "mean_tie_count"};
     // Top-1 at the last context, by precision, variant and bucket.
     const std::vector<Bucket> last_buckets = lag_buckets(s.train_len, s.contexts.back());
@@ -718,13 +733,27 @@ LabResult run_retrieval(const RetrievalSettings& settings) {
                 const FloatMatrix keys = transposed(rows);
                 for (const Bucket& bucket : lag_buckets(s.train_len, T)) {
                     const Retrieved r = retrieve(rows, keys, bucket, settings.queries);
-                    result.table.rows.push_back({name,           settings.precisions[p], T,
-                                                 s.train_len,    bucket.name,            bucket.first,
-                                                 bucket.last,    settings.queries,       T - 1,
-                                                 rows.columns,   r.top1,                 r.within_1,
-                                                 r.within_8,     r.within_64,            r.in_bucket,
-                                                 r.mean_error,   r.median_error,         r.target_score,
-                                                 r.other_score,  r.margin,               r.min_margin,
+                    result.table.rows.push_back({name,
+                                                 settings.precisions[p],
+                                                 T,
+                                                 s.train_len,
+                                                 bucket.name,
+                                                 bucket.first,
+                                                 bucket.last,
+                                                 settings.queries,
+                                                 T - 1,
+                                                 rows.columns,
+                                                 r.top1,
+                                                 r.within_1,
+                                                 r.within_8,
+                                                 r.within_64,
+                                                 r.in_bucket,
+                                                 r.mean_error,
+                                                 r.median_error,
+                                                 r.target_score,
+                                                 r.other_score,
+                                                 r.margin,
+                                                 r.min_margin,
                                                  r.ties});
                     if (T != s.contexts.back()) continue;
                     result.summaries[p].table.rows.back().push_back(r.top1);

@@ -118,8 +118,7 @@ static std::string panel_script(const LabPanel& panel, size_t number) {
                 ? fmt::format("using 1:2:3:4:4 with candlesticks fs solid 0.85 noborder lc rgb '{}'", colour)
                 : fmt::format("using 1:2 with {} lw {:.2f} pt 7 ps {:.2f} lc rgb '{}'",
                               panel.lines ? "linespoints" : "points", 1.5 + 0.5 * behind, 0.4 + 0.08 * behind, colour);
-        plots +=
-            fmt::format("{}{} {} title {}", plots.empty() ? "" : ", ", data, style, plot_text(series.name));
+        plots += fmt::format("{}{} {} title {}", plots.empty() ? "" : ", ", data, style, plot_text(series.name));
     }
     // Where nothing can be shown (all values zero on a logarithmic axis) the panel stays empty.
     if (plots.empty()) return script + "unset logscale y\nset yrange [0:1]\nplot NaN notitle\n";
@@ -160,10 +159,14 @@ void write_result(const std::filesystem::path& folder, const LabResult& result) 
 static std::string html_text(const std::string& text) {
     std::string escaped;
     for (char c : text) {
-        if (c == '&') escaped += "&amp;";
-        else if (c == '<') escaped += "&lt;";
-        else if (c == '>') escaped += "&gt;";
-        else escaped += c;
+        if (c == '&')
+            escaped += "&amp;";
+        else if (c == '<')
+            escaped += "&lt;";
+        else if (c == '>')
+            escaped += "&gt;";
+        else
+            escaped += c;
     }
     return escaped;
 }
@@ -183,7 +186,8 @@ static std::string html_table(const LabTable& table) {
 
 std::string result_page(const std::filesystem::path& folder, const std::vector<LabResult>& results) {
     std::string page =
-        "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n<title>jetlag: kernel laboratory</title>\n"
+        "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n<title>jetlag: kernel "
+        "laboratory</title>\n"
         "<style>\nbody { font-family: sans-serif; margin: 2em auto; max-width: 80em; padding: 0 1em; }\n"
         "table { border-collapse: collapse; font-size: 0.85em; margin: 0.5em 0 1.5em; }\n"
         "th, td { border-bottom: 1px solid #ddd; padding: 0.15em 0.6em; text-align: right; white-space: nowrap; }\n"

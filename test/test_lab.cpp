@@ -57,7 +57,8 @@ std::map<Texts, size_t> rows_by_key(const CsvTable& table, const Texts& keys) {
     return rows;
 }
 
-// Calls check(column, found, wanted, what) for every number of every row of `wanted`, of which `found` has the same rows.
+// Calls check(column, found, wanted, what) for every number of every row of `wanted`, of which `found` has the same
+// rows.
 template <typename Check>
 void compare(const CsvTable& found, const CsvTable& wanted, const Texts& keys, const Texts& columns, Check check) {
     const std::map<Texts, size_t> found_rows = rows_by_key(found, keys), wanted_rows = rows_by_key(wanted, keys);
@@ -100,7 +101,8 @@ void expect_fit(const std::string& column, double found, double wanted, const st
 TEST(LabGolden, FixedFits) {
     NEEDS_SHARED();
     compare(table_of(run_fixed(fixed_defaults())), golden_table("fixed_kernel.csv"),
-            {"omega_cycles", "target", "basis", "eval_len"}, {"train_mse", "mse", "r2", "condition_number"}, expect_fit);
+            {"omega_cycles", "target", "basis", "eval_len"}, {"train_mse", "mse", "r2", "condition_number"},
+            expect_fit);
 }
 
 TEST(LabGolden, ProjectionAndTable9) {
@@ -118,16 +120,15 @@ TEST(LabGolden, StabilityAndTable5) {
     const CsvTable found = table_of(run_stability(stability_defaults())), wanted = golden_table("lc_stability.csv");
     const Texts keys = {"variant", "eval_len"};
     Texts columns(wanted.columns.begin() + 6, wanted.columns.end());
-    compare(found, wanted, keys, columns,
-            [](const std::string& column, double a, double b, const std::string& what) {
-                if (column == "far_gram_condition_number" && b > 1e10) {
-                    EXPECT_LT(std::fabs(std::log10(a / b)), 1) << what;
-                } else if (column == "wrapped_phase_nearest_median" && b < 1e-12) {
-                    EXPECT_LT(a, 1e-12) << what;
-                } else {
-                    expect_relative(a, b, 1e-6, what);
-                }
-            });
+    compare(found, wanted, keys, columns, [](const std::string& column, double a, double b, const std::string& what) {
+        if (column == "far_gram_condition_number" && b > 1e10) {
+            EXPECT_LT(std::fabs(std::log10(a / b)), 1) << what;
+        } else if (column == "wrapped_phase_nearest_median" && b < 1e-12) {
+            EXPECT_LT(a, 1e-12) << what;
+        } else {
+            expect_relative(a, b, 1e-6, what);
+        }
+    });
     compare(found, wanted, keys,
             {"qk_norm_proxy_final", "local_phase_ratio_final", "far_phase_span_radians", "int8_quant_error_tensor",
              "int4_quant_error_tensor"},
@@ -160,8 +161,10 @@ TEST(LabGolden, Retrieval) {
     compare(table_of(run_retrieval(settings)), wanted, {"variant", "precision", "eval_len", "bucket"},
             Texts(wanted.columns.begin() + 5, wanted.columns.end()),
             [](const std::string& column, double a, double b, const std::string& what) {
-                if (column.ends_with("score") || column == "mean_margin") EXPECT_NEAR(a, b, 2e-7) << what;
-                else EXPECT_EQ(a, b) << what;
+                if (column.ends_with("score") || column == "mean_margin")
+                    EXPECT_NEAR(a, b, 2e-7) << what;
+                else
+                    EXPECT_EQ(a, b) << what;
             });
 }
 
@@ -279,21 +282,23 @@ TEST(Lab, StabilityAtASmallSize) {
     const std::map<std::string, std::vector<double>> wanted = {
         {"bias_abs_max",
          {3.4237091441635052, 1.234560905758309, 0.9292413795087048, 0.7749411300948214, 31112.52266549339}},
-        {"bias_rms", {1.3076798277305186, 0.5108910917680257, 0.5105465516423192, 0.6414847654197083, 10265.327711710624}},
+        {"bias_rms",
+         {1.3076798277305186, 0.5108910917680257, 0.5105465516423192, 0.6414847654197083, 10265.327711710624}},
         {"weighted_logit_std",
          {0.8370888849007581, 0.3492979046222021, 0.42398335416916644, 0.27212144975647523, 5966.765403809697}},
         {"final_attention_entropy", {4.699974082830346, 5.416280179749723, 5.426255359642066, 5.521101373801133, 0}},
-        {"final_effective_support",
-         {109.94432296952752, 225.0404535839072, 227.2965061493575, 249.91013014177668, 1}},
+        {"final_effective_support", {109.94432296952752, 225.0404535839072, 227.2965061493575, 249.91013014177668, 1}},
         {"final_average_distance", {175.2626418018769, 135.7547035085736, 137.8119111699998, 141.32129005250195, 255}},
         {"qk_norm_proxy_max", {4.028501884969926, 2.2901127266348107, 1.6809926687529329, 1.6809926687529329, 32513.5}},
         {"qk_norm_proxy_mean",
          {2.1643557315236235, 1.6046061623749392, 1.4660623861624127, 1.4660623861624127, 10859.75}},
         {"feature_abs_max", {3.577766571563564, 1.6063080194251727, 1, 1, 32512.5}},
         {"int8_quant_error_tensor",
-         {0.0059496172585410375, 0.0031828651519810007, 0.002166270573915053, 0.002166270573915053, 0.00714259225429736}},
+         {0.0059496172585410375, 0.0031828651519810007, 0.002166270573915053, 0.002166270573915053,
+          0.00714259225429736}},
         {"int8_quant_error_per_order",
-         {0.003946870102833533, 0.002887696697812981, 0.002067041251915965, 0.002067041251915965, 0.005033160197289708}},
+         {0.003946870102833533, 0.002887696697812981, 0.002067041251915965, 0.002067041251915965,
+          0.005033160197289708}},
         {"int4_quant_error_tensor",
          {0.10593202834951936, 0.07510955663140066, 0.04267042873331785, 0.04267042873331785, 0.08766171382345003}},
         {"int4_quant_error_per_order",
@@ -364,20 +369,13 @@ TEST(Lab, RetrievalAtASmallSize) {
         double top1, within_1, within_64, bucket, error, margin, ties;
     };
     const Wanted list[] = {
-        {1, 1, 1, 1, 0, 0.09192474561817746, 1},
-        {1, 1, 1, 1, 0, 0.00891227749472457, 1},
-        {1, 1, 1, 1, 0, 0.003918296941074734, 1},
-        {1, 1, 1, 1, 0, 0.08975164279554229, 1},
-        {1, 1, 1, 1, 0, 0.010089149340222071, 1},
-        {0.9375, 1, 1, 1, 0.0625, 0.004575959002889235, 1.1875},
-        {1, 1, 1, 1, 0, 0.08954123114035636, 1},
-        {1, 1, 1, 1, 0, 0.01289999178190205, 1},
-        {1, 1, 1, 1, 0, 0.001263366216543535, 1},
-        {1, 1, 1, 1, 0, 0.10949668406059146, 1},
-        {1, 1, 1, 1, 0, 0.020852157524257127, 1},
-        {1, 1, 1, 1, 0, 0.003930603247874552, 1},
-        {1, 1, 1, 1, 0, 0.08166537607030105, 1},
-        {1, 1, 1, 1, 0, 0.0024294772927991384, 1},
+        {1, 1, 1, 1, 0, 0.09192474561817746, 1},  {1, 1, 1, 1, 0, 0.00891227749472457, 1},
+        {1, 1, 1, 1, 0, 0.003918296941074734, 1}, {1, 1, 1, 1, 0, 0.08975164279554229, 1},
+        {1, 1, 1, 1, 0, 0.010089149340222071, 1}, {0.9375, 1, 1, 1, 0.0625, 0.004575959002889235, 1.1875},
+        {1, 1, 1, 1, 0, 0.08954123114035636, 1},  {1, 1, 1, 1, 0, 0.01289999178190205, 1},
+        {1, 1, 1, 1, 0, 0.001263366216543535, 1}, {1, 1, 1, 1, 0, 0.10949668406059146, 1},
+        {1, 1, 1, 1, 0, 0.020852157524257127, 1}, {1, 1, 1, 1, 0, 0.003930603247874552, 1},
+        {1, 1, 1, 1, 0, 0.08166537607030105, 1},  {1, 1, 1, 1, 0, 0.0024294772927991384, 1},
         {1, 1, 1, 1, 0, 9.49797620652254e-06, 1},
     };
     ASSERT_EQ(table.rows.size(), 18u);  // the last three, of int4, are ties whose order rounding decides
@@ -417,11 +415,12 @@ TEST(Lab, AdaptiveAtASmallSize) {
 TEST(Lab, VariableProjectionFindsTheDesignedSector) {
     AdaptiveSettings settings = adaptive_defaults();
     const std::map<std::string, std::vector<int>> sectors = {
-        {"phase", {kPjFj}},     {"linear", {kPjAffine}},    {"first_jet", {kPjFj}},
-        {"second_jet", {kPjFj}}, {"third_jet", {kPjFj}}, {"recency_weak_jet", {kPjFj, kPjAffine}},
+        {"phase", {kPjFj}},      {"linear", {kPjAffine}}, {"first_jet", {kPjFj}},
+        {"second_jet", {kPjFj}}, {"third_jet", {kPjFj}},  {"recency_weak_jet", {kPjFj, kPjAffine}},
         {"lc_core", {kPjLc}}};
-    const std::map<std::string, int> order = {{"phase", 0},     {"linear", -1},          {"first_jet", 1}, {"second_jet", 2},
-                                              {"third_jet", 3}, {"recency_weak_jet", 2}, {"lc_core", 0}};
+    const std::map<std::string, int> order = {{"phase", 0},      {"linear", -1},   {"first_jet", 1},
+                                              {"second_jet", 2}, {"third_jet", 3}, {"recency_weak_jet", 2},
+                                              {"lc_core", 0}};
     struct Setting {
         int64_t train_len, context;
         double cycles;
@@ -523,8 +522,7 @@ TEST(LabProgram, OnePageHoldsEverything) {
     ASSERT_EQ(result.exit_code, kExitGood) << result.err;
     EXPECT_LT(result.cpu_seconds, 60);
     const std::string page = read_file(folder.path / "lab.html");
-    for (const char* name :
-         {"fixed", "projection", "adaptive", "adaptive_varpro", "stability", "cache", "retrieval"}) {
+    for (const char* name : {"fixed", "projection", "adaptive", "adaptive_varpro", "stability", "cache", "retrieval"}) {
         EXPECT_NE(page.find(fmt::format("<h2 id=\"{}\">", name)), std::string::npos);
         EXPECT_TRUE(fs::exists(folder.path / fmt::format("{}.csv", name)));
     }
