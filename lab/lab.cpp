@@ -203,7 +203,7 @@ int run(int argc, char** argv) {
         "what\nhigh orders do to norms, caches and retrieval at far lags. Every subcommand writes a CSV, a JSON and an "
         "SVG "
         "file."};
-    app.require_subcommand(1);
+    app.require_subcommand(0, 1);
     Options o;
     const auto add = [&](CLI::App* sub, const char* option, std::string& text, const std::string& meaning) {
         sub->add_option(option, text, meaning)->allow_extra_args(false);
@@ -266,6 +266,9 @@ int run(int argc, char** argv) {
     CLI::App* all = subcommand("all", "everything with the settings of the study, and a page lab.html");
     if (!parse_command_line(app, argc, argv)) return kExitGood;
 
+    if (app.get_subcommands().empty())
+        fail_usage(
+            "no subcommand given, wanted fixed, projection, adaptive, stability, cache, retrieval or all (see --help)");
     if (o.out.empty()) fail_usage("--out: names no folder");
     if (all->parsed()) {
         run_all(o);

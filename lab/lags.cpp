@@ -453,6 +453,7 @@ static FloatMatrix draw_mix(TorchGenerator& generator, int64_t F, int64_t column
 // key . query / sqrt(dim) for every row, in double.
 static std::vector<double> cache_logits(const FloatMatrix& keys, const FloatMatrix& query) {
     std::vector<double> logits(static_cast<size_t>(keys.rows));
+#pragma omp parallel for schedule(static)
     for (int64_t i = 0; i < keys.rows; i++) {
         double sum = 0;
         for (int64_t j = 0; j < keys.columns; j++)
