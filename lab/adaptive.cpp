@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <span>
 
 #include "lab/least_squares.h"
 #include "src/error.h"
@@ -500,12 +501,20 @@ LabResult run_adaptive(const AdaptiveSettings& settings) {
     for (const char* name : {"FJ", "affine", "LC"}) sectors.series.push_back({name, {}, {}});
     for (size_t r = 0; r < orders; r++) masses.series.push_back({fmt::format("order {}", r), {}, {}});
 
-    for (size_t k = 0; k < settings.targets.size(); k++) {
-        const LagTarget& target = find_target("--targets", lag_targets(), settings.targets[k]);
-        std::vector<AdaptiveFit> fits;
-        for (uint64_t seed : seeds) {
-            fits.push_back(is_adam ? fit_adam(target, settings, seed) : fit_varpro(target, settings));
-            const AdaptiveFit& fit = fits.back();
+    std::vector<const LagTarget*> targets;
+    for (const std::string& name : settings.targets) targets.push_back(&find_target("--targets", lag_targets(), name));
+    std::vector<AdaptiveFit> all_fits(targets.size() * seeds.size());
+#pragma omp parallel for schedule(dynamic)
+    for (size_t i = 0; i < all_fits.size(); i++) {
+        const LagTarget& target = *targets[i / seeds.size()];
+        all_fits[i] = is_adam ? fit_adam(target, settings, seeds[i % seeds.size()]) : fit_varpro(target, settings);
+    }
+    for (size_t k = 0; k < targets.size(); k++) {
+        const LagTarget& target = *targets[k];
+        const std::span fits = std::span(all_fits).subspan(k * seeds.size(), seeds.size());
+        for (size_t i = 0; i < seeds.size(); i++) {
+            const uint64_t seed = seeds[i];
+            const AdaptiveFit& fit = fits[i];
             std::vector<Json> row = {target.name,
                                      seed,
                                      fit.restart,
