@@ -184,6 +184,15 @@ static std::string html_table(const LabTable& table) {
     return text + "</table>\n";
 }
 
+// Gnuplot names the parts of every picture alike; on one page they need names of their own.
+static std::string svg_element(std::string svg, const std::string& name) {
+    svg = svg.substr(svg.find("<svg"));
+    for (const std::string& id : {std::string("gpPt"), std::string("gnuplot_canvas")})
+        for (size_t at = svg.find(id); at != std::string::npos; at = svg.find(id, at + name.size() + 1 + id.size()))
+            svg.insert(at, name + "_");
+    return svg;
+}
+
 std::string result_page(const std::filesystem::path& folder, const std::vector<LabResult>& results) {
     std::string page =
         "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n<title>jetlag: kernel "
@@ -198,8 +207,7 @@ std::string result_page(const std::filesystem::path& folder, const std::vector<L
     page += "</ul>\n";
     for (const LabResult& result : results) {
         page += fmt::format("<h2 id=\"{}\">{}</h2>\n", result.name, html_text(result.title));
-        const std::string svg = read_file(folder / (result.name + ".svg"));
-        page += svg.substr(svg.find("<svg"));
+        page += svg_element(read_file(folder / (result.name + ".svg")), result.name);
         for (const LabSummary& summary : result.summaries)
             page += "<h3>" + html_text(summary.title) + "</h3>\n<div class=\"wide\">" + html_table(summary.table) +
                     "</div>\n";
