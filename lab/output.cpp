@@ -187,7 +187,7 @@ static std::string html_table(const LabTable& table) {
 // Gnuplot names the parts of every picture alike; on one page they need names of their own.
 static std::string svg_element(std::string svg, const std::string& name) {
     svg = svg.substr(svg.find("<svg"));
-    for (const std::string& id : {std::string("gpPt"), std::string("gnuplot_canvas")})
+    for (const std::string id : {"gpPt", "gpDot", "gnuplot_canvas", "textbox", "greybox"})
         for (size_t at = svg.find(id); at != std::string::npos; at = svg.find(id, at + name.size() + 1 + id.size()))
             svg.insert(at, name + "_");
     return svg;
