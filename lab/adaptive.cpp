@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <span>
 
 #include "lab/least_squares.h"
 #include "src/error.h"
@@ -29,8 +30,13 @@ struct Functions {
 Functions make_functions(const AdaptiveSettings& settings, int64_t T) {
     const int orders = settings.max_order + 1;
     const size_t n = static_cast<size_t>(T), size = n * static_cast<size_t>(orders);
-    Functions f = {T, orders, std::vector<double>(n), std::vector<double>(size), std::vector<double>(size),
-                   std::vector<double>(size), std::vector<double>(size)};
+    Functions f = {T,
+                   orders,
+                   std::vector<double>(n),
+                   std::vector<double>(size),
+                   std::vector<double>(size),
+                   std::vector<double>(size),
+                   std::vector<double>(size)};
     const double omega = lag_frequency(settings.cycles, settings.train_len);
     double cosine[kPjMaxOrder + 1], sine[kPjMaxOrder + 1];
     for (size_t t = 0; t < n; t++) {
@@ -78,8 +84,8 @@ struct Head {
 };
 
 // The part of order r of one sector.
-std::vector<double> order_part(const Functions& f, const std::vector<double>& cosines,
-                               const std::vector<double>& sines, double re, double im, double damping, int r) {
+std::vector<double> order_part(const Functions& f, const std::vector<double>& cosines, const std::vector<double>& sines,
+                               double re, double im, double damping, int r) {
     const size_t n = static_cast<size_t>(f.T), first = static_cast<size_t>(r) * n;
     std::vector<double> part(n);
     for (size_t t = 0; t < n; t++)
@@ -115,6 +121,7 @@ std::vector<double> head_kernel(const Head& head, const Functions& f, std::vecto
 AdaptiveFit measure_head(const Head& head, int restart, const Functions& train, const std::vector<double>& train_target,
                          const Functions& eval, const std::vector<double>& eval_target) {
     AdaptiveFit fit = {};
+    fit.dominant_order = -1;
     fit.restart = restart;
     fit.slope = head.slope;
     fit.damping = head.damping;
@@ -135,8 +142,9 @@ AdaptiveFit measure_head(const Head& head, int restart, const Functions& train, 
         total += fit.order_mass[r];
         for (size_t t = 0; t < all.size(); t++) all[t] += orders[r][t];
     }
-    fit.dominant_order = static_cast<int>(std::max_element(fit.order_mass.begin(), fit.order_mass.end()) -
-                                          fit.order_mass.begin());
+    if (total > 0)
+        fit.dominant_order =
+            static_cast<int>(std::max_element(fit.order_mass.begin(), fit.order_mass.end()) - fit.order_mass.begin());
     for (double& mass : fit.order_mass) mass = total > 0 ? mass / total : 0;
     const double whole = std::sqrt(mean_square(all));
     for (const std::vector<double>& part : orders) {
@@ -319,16 +327,27 @@ AdaptiveFit fit_adam(const LagTarget& target, const AdaptiveSettings& settings, 
 
 namespace {
 
-// The best products for this damping and the sectors whose bit is set, and their training MSE.
-Head solve_products(const Functions& f, const std::vector<double>& target, unsigned sectors, double damping,
+// A part of the space: the sectors whose bit is set, with orders 0..orders-1.
+struct Subspace {
+    unsigned sectors;
+    int orders;
+};
+
+int subspace_size(const Subspace& space) {
+    const int jets = static_cast<int>((space.sectors >> kPjFj & 1) + (space.sectors >> kPjLc & 1));
+    return 2 * space.orders * jets + static_cast<int>(space.sectors >> kPjAffine & 1);
+}
+
+// The best products for this damping, and their training MSE.
+Head solve_products(const Functions& f, const std::vector<double>& target, const Subspace& space, double damping,
                     double& mse) {
-    const size_t orders = static_cast<size_t>(f.orders), n = target.size();
+    const size_t orders = static_cast<size_t>(space.orders), n = target.size();
+    const unsigned sectors = space.sectors;
     const bool fj = sectors >> kPjFj & 1, affine = sectors >> kPjAffine & 1, lc = sectors >> kPjLc & 1;
-    Matrix design = make_matrix(f.T, static_cast<int64_t>(2 * orders * (fj + lc) + affine));
+    Matrix design = make_matrix(f.T, subspace_size(space));
     auto column = design.values.begin();
     const auto put = [&](const double* values, bool damped, double sign) {
-        for (size_t t = 0; t < n; t++)
-            *column++ = sign * values[t] * (damped ? std::exp(-damping * f.x[t]) : 1.0);
+        for (size_t t = 0; t < n; t++) *column++ = sign * values[t] * (damped ? std::exp(-damping * f.x[t]) : 1.0);
     };
     for (size_t r = 0; fj && r < orders; r++) {
         put(&f.fj_cos[r * n], true, 1);
@@ -346,7 +365,7 @@ Head solve_products(const Functions& f, const std::vector<double>& target, unsig
     Head head;
     head.damping = damping;
     size_t at = 0;
-    head.fj_re = head.fj_im = head.lc_re = head.lc_im = std::vector<double>(orders, 0.0);
+    head.fj_re = head.fj_im = head.lc_re = head.lc_im = std::vector<double>(static_cast<size_t>(f.orders), 0.0);
     for (size_t r = 0; fj && r < orders; r++) {
         head.fj_re[r] = w[at++];
         head.fj_im[r] = w[at++];
@@ -365,13 +384,13 @@ Head solve_products(const Functions& f, const std::vector<double>& target, unsig
 
 // The damping of least training MSE: a grid, then golden sections between the neighbours of its best point. Where the
 // target is in the space the MSE falls to rounding at the true damping, and the search sees it to some 1e-13.
-Head search_damping(const Functions& f, const std::vector<double>& target, unsigned sectors, double& best_mse) {
-    Head best = solve_products(f, target, sectors, 0, best_mse);
-    if (!(sectors >> kPjFj & 1)) return best;
+Head search_damping(const Functions& f, const std::vector<double>& target, const Subspace& space, double& best_mse) {
+    Head best = solve_products(f, target, space, 0, best_mse);
+    if (!(space.sectors >> kPjFj & 1)) return best;
     const double step = 0.1, last = 4;
     const auto try_damping = [&](double damping) {
         double mse;
-        const Head head = solve_products(f, target, sectors, damping, mse);
+        const Head head = solve_products(f, target, space, damping, mse);
         if (mse < best_mse) {
             best_mse = mse;
             best = head;
@@ -410,13 +429,18 @@ AdaptiveFit fit_varpro(const LagTarget& target, const AdaptiveSettings& settings
     const double omega = lag_frequency(settings.cycles, settings.train_len);
     const std::vector<double> train_target = target_values(target, settings.train_len, settings.train_len, omega);
     const std::vector<double> eval_target = target_values(target, settings.context, settings.train_len, omega);
-    // From the fewest functions to the most.
     const unsigned fj = 1 << kPjFj, affine = 1 << kPjAffine, lc = 1 << kPjLc;
+    std::vector<Subspace> spaces = {{affine, 0}};
+    for (int orders = 1; orders <= settings.max_order + 1; orders++)
+        for (unsigned sectors : {fj, lc, fj | affine, affine | lc, fj | lc, fj | affine | lc})
+            spaces.push_back({sectors, orders});
+    std::stable_sort(spaces.begin(), spaces.end(),
+                     [](const Subspace& a, const Subspace& b) { return subspace_size(a) < subspace_size(b); });
     const double rounding = 1e-24 * mean_square(train_target);
     Head head;
-    for (unsigned sectors : {affine, fj, lc, fj | affine, affine | lc, fj | lc, fj | affine | lc}) {
+    for (const Subspace& space : spaces) {
         double mse;
-        head = search_damping(train, train_target, sectors, mse);
+        head = search_damping(train, train_target, space, mse);
         if (mse <= rounding) break;
     }
     return measure_head(head, 0, train, train_target, eval, eval_target);
@@ -455,9 +479,9 @@ LabResult run_adaptive(const AdaptiveSettings& settings) {
     result.title = is_adam ? "Targets found by a PJ head with Adam (Table 3)"
                            : "Targets found by a PJ head with variable projection";
     result.settings = settings_json(settings);
-    result.table.columns = {"target", "seed", "restart", "train_mse", "train_r2", "eval_mse", "eval_r2", "gate_fj",
-                            "gate_affine", "gate_lc", "affine_slope", "damping", "dominant_order", "energy_fj",
-                            "energy_affine", "energy_lc"};
+    result.table.columns = {"target",         "seed",      "restart",       "train_mse", "train_r2",     "eval_mse",
+                            "eval_r2",        "gate_fj",   "gate_affine",   "gate_lc",   "affine_slope", "damping",
+                            "dominant_order", "energy_fj", "energy_affine", "energy_lc"};
     for (const char* group :
          {"fj_mass", "lc_mass", "normalized_order_mass", "functional_energy", "leave_one_order_out_delta_mse"})
         for (size_t r = 0; r < orders; r++) result.table.columns.push_back(fmt::format("{}_r{}", group, r));
@@ -477,12 +501,20 @@ LabResult run_adaptive(const AdaptiveSettings& settings) {
     for (const char* name : {"FJ", "affine", "LC"}) sectors.series.push_back({name, {}, {}});
     for (size_t r = 0; r < orders; r++) masses.series.push_back({fmt::format("order {}", r), {}, {}});
 
-    for (size_t k = 0; k < settings.targets.size(); k++) {
-        const LagTarget& target = find_target("--targets", lag_targets(), settings.targets[k]);
-        std::vector<AdaptiveFit> fits;
-        for (uint64_t seed : seeds) {
-            fits.push_back(is_adam ? fit_adam(target, settings, seed) : fit_varpro(target, settings));
-            const AdaptiveFit& fit = fits.back();
+    std::vector<const LagTarget*> targets;
+    for (const std::string& name : settings.targets) targets.push_back(&find_target("--targets", lag_targets(), name));
+    std::vector<AdaptiveFit> all_fits(targets.size() * seeds.size());
+#pragma omp parallel for schedule(dynamic)
+    for (size_t i = 0; i < all_fits.size(); i++) {
+        const LagTarget& target = *targets[i / seeds.size()];
+        all_fits[i] = is_adam ? fit_adam(target, settings, seeds[i % seeds.size()]) : fit_varpro(target, settings);
+    }
+    for (size_t k = 0; k < targets.size(); k++) {
+        const LagTarget& target = *targets[k];
+        const std::span fits = std::span(all_fits).subspan(k * seeds.size(), seeds.size());
+        for (size_t i = 0; i < seeds.size(); i++) {
+            const uint64_t seed = seeds[i];
+            const AdaptiveFit& fit = fits[i];
             std::vector<Json> row = {target.name,
                                      seed,
                                      fit.restart,
@@ -521,8 +553,8 @@ LabResult run_adaptive(const AdaptiveSettings& settings) {
             sectors.series[static_cast<size_t>(s)].x.push_back(static_cast<double>(k));
             sectors.series[static_cast<size_t>(s)].y.push_back(of.first);
         }
-        int dominant = 0;
-        double largest = -1;
+        int dominant = -1;
+        double largest = 0;
         for (size_t r = 0; r < orders; r++) {
             const auto of = over_seeds([&](const AdaptiveFit& fit) { return fit.order_mass[r]; });
             put(of, 3);

@@ -29,9 +29,9 @@ struct AdaptiveSettings {
     std::vector<uint64_t> seeds = {0, 1, 2};
     int64_t steps = 1500;
     double lr = 0.03;
-    int restarts = 4;              // restart k draws its amplitudes from seed + 7919 k
-    bool favour_orders = true;     // restart k starts with order logits 2 at order k mod (R + 1) and -2 elsewhere, not 0
-    bool select_by_train = true;   // of the restarts the one of least training MSE is kept; false: evaluation MSE
+    int restarts = 4;             // restart k draws its amplitudes from seed + 7919 k
+    bool favour_orders = true;    // restart k starts with order logits 2 at order k mod (R + 1) and -2 elsewhere, not 0
+    bool select_by_train = true;  // of the restarts the one of least training MSE is kept; false: evaluation MSE
     AdaptiveSolver solver = AdaptiveSolver::adam;
 };
 
@@ -48,18 +48,19 @@ struct AdaptiveFit {
     // With o_r(d) the part of order r, FJ and LC together: RMS of o_r over that of sum_r o_r; and the MSE without o_r
     // minus that with it.
     std::vector<double> functional_energy, leave_one_out;
-    int dominant_order;  // of the largest mass
+    int dominant_order;                    // of the largest mass; -1 if no jet is used
     double sector_energy[kPjSectorCount];  // mean square of each sector's part, as shares of their sum
 };
 
 // The best of the restarts with Adam (betas 0.9 and 0.999, eps 1e-8).
 AdaptiveFit fit_adam(const LagTarget& target, const AdaptiveSettings& settings, uint64_t seed);
 
-// Variable projection: with the damping fixed, the kernel is linear in the products of gate, order weight and amplitude,
-// so these come from least squares, and only the damping is searched for, in [0, 4]. Of the combinations of sectors it
-// keeps the one with the fewest functions whose training MSE is within rounding (1e-24 of the target's mean square), and
-// all three sectors if there is none. Gates, which the products do not determine, are reported as 1 for a sector
-// that is used and 0 for one that is not; masses are those of the products.
+// Variable projection: with the damping fixed, the kernel is linear in the products of gate, order weight and
+// amplitude, so these come from least squares, and only the damping is searched for, in [0, 4]. Of the combinations of
+// sectors and orders 0..r it keeps the one with the fewest functions whose training MSE is within rounding (1e-24 of
+// the target's mean square), and the whole space if there is none: functions that are not needed would make the damping
+// uncertain. Gates, which the products do not determine, are reported as 1 for a sector that is used and 0 for one that
+// is not; masses are those of the products.
 AdaptiveFit fit_varpro(const LagTarget& target, const AdaptiveSettings& settings);
 
 LabResult run_adaptive(const AdaptiveSettings& settings);

@@ -210,24 +210,26 @@ static LabSummary mse_summary(const std::vector<FixedRow>& rows, const FixedSett
     return summary;
 }
 
-// The basis of least MSE for every target; errors near rounding count as equal, and of equal bases the smallest wins.
+// The basis of least MSE for every target at the last context; errors near rounding count as equal, and of equal bases
+// the smallest wins.
 static LabSummary best_summary(const std::vector<FixedRow>& rows, const FixedSettings& settings) {
     LabSummary summary;
-    summary.title = "Best basis (errors below 1e-20 count as equal, and then the fewest functions win)";
-    summary.table.columns = {"target", "best basis", "cycles", "context", "MSE"};
+    const int64_t context = settings.contexts.back();
+    summary.title = fmt::format(
+        "Best basis on lags 0..{} (errors below 1e-20 count as equal, and then the fewest functions win)", context - 1);
+    summary.table.columns = {"target", "best basis", "cycles", "MSE"};
+    const auto rank = [](const FixedRow& row) {
+        return std::pair(std::max(row.mse, 1e-20), basis_size(parse_basis("--bases", row.basis)));
+    };
     for (double cycles : settings.cycles)
-        for (const std::string& target : settings.targets)
-            for (int64_t context : settings.contexts) {
-                const FixedRow* best = nullptr;
-                const auto rank = [](const FixedRow& row) {
-                    return std::pair(std::max(row.mse, 1e-20), basis_size(parse_basis("--bases", row.basis)));
-                };
-                for (const FixedRow& row : rows)
-                    if (row.cycles == cycles && row.target == target && row.context == context &&
-                        (best == nullptr || rank(row) < rank(*best)))
-                        best = &row;
-                summary.table.rows.push_back({target, best->basis, cycles, context, best->mse});
-            }
+        for (const std::string& target : settings.targets) {
+            const FixedRow* best = nullptr;
+            for (const FixedRow& row : rows)
+                if (row.cycles == cycles && row.target == target && row.context == context &&
+                    (best == nullptr || rank(row) < rank(*best)))
+                    best = &row;
+            summary.table.rows.push_back({target, best->basis, cycles, best->mse});
+        }
     return summary;
 }
 
@@ -238,6 +240,7 @@ static LabPanel mse_panel(const std::vector<FixedRow>& rows, const FixedSettings
     panel.title = fmt::format("{} cycles, lags 0..{}", cycles, context - 1);
     panel.y_label = "MSE";
     panel.log_y = true;
+    panel.lines = false;
     panel.x_names = settings.bases;
     for (const std::string& target : settings.targets) {
         LabSeries series;
@@ -263,7 +266,8 @@ LabResult run_fixed(const FixedSettings& settings) {
     result.name = "fixed";
     result.title = fmt::format("Targets fitted by fixed bases on lags 0..{}", settings.train_len - 1);
     result.settings = settings_json(settings);
-    result.table.columns = {"omega_cycles", "target", "basis", "eval_len", "train_mse", "mse", "r2", "condition_number"};
+    result.table.columns = {"omega_cycles", "target", "basis", "eval_len",
+                            "train_mse",    "mse",    "r2",    "condition_number"};
     for (const FixedRow& row : rows)
         result.table.rows.push_back(
             {row.cycles, row.target, row.basis, row.context, row.train_mse, row.mse, row.r2, row.condition});
@@ -285,7 +289,8 @@ LabResult run_projection(const FixedSettings& settings) {
 
     LabResult result;
     result.name = "projection";
-    result.title = fmt::format("Published kernels as projections, fitted on lags 0..{} (Table 9)", settings.train_len - 1);
+    result.title =
+        fmt::format("Published kernels as projections, fitted on lags 0..{} (Table 9)", settings.train_len - 1);
     result.settings = settings_json(settings);
     result.table.columns = {"omega_cycles", "train_len", "eval_len",  "target", "target_label", "basis",
                             "basis_label",  "basis_dim", "train_mse", "mse",    "r2",           "condition_number"};

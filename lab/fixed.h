@@ -18,11 +18,11 @@ struct LagBasis {
 };
 
 struct FixedSettings {
-    int64_t train_len = 1024;                             // L
+    int64_t train_len = 1024;                                  // L
     std::vector<int64_t> contexts = {1024, 2048, 4096, 8192};  // T
-    std::vector<double> cycles = {5, 17, 61};             // omega = 2 pi cycles / L
-    double damping = 0.1;                                 // of the scaled bases
-    std::vector<std::string> targets, bases;              // names
+    std::vector<double> cycles = {5, 17, 61};                  // omega = 2 pi cycles / L
+    double damping = 0.1;                                      // of the scaled bases
+    std::vector<std::string> targets, bases;                   // names
 };
 
 FixedSettings fixed_defaults();

@@ -128,6 +128,12 @@ void normalise_rows(FloatMatrix& matrix) {
     }
 }
 
+// The nearest whole number, halves to even, for |x| < 2^22: at this size the sum keeps no fraction.
+static float rounded(float x) {
+    constexpr float kWhole = 12582912;  // 1.5 * 2^23
+    return (x + kWhole) - kWhole;
+}
+
 FloatMatrix quantised(const FloatMatrix& matrix, int bits, bool per_column) {
     const float steps = static_cast<float>((1 << (bits - 1)) - 1);
     std::vector<float> scale(static_cast<size_t>(matrix.columns), 0.0f);
@@ -144,7 +150,7 @@ FloatMatrix quantised(const FloatMatrix& matrix, int bits, bool per_column) {
         for (int64_t j = 0; j < matrix.columns; j++) {
             float& x = out.values[static_cast<size_t>(i * matrix.columns + j)];
             const float s = scale[static_cast<size_t>(j)];
-            x = std::clamp(std::nearbyintf(x / s), -steps, steps) * s;
+            x = std::clamp(rounded(x / s), -steps, steps) * s;
         }
     return out;
 }

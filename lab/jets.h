@@ -1,5 +1,5 @@
-// The functions of the lag that a PJ head is made of, one at a time, from the formulas of kernels/position/pj.h; and the
-// kernels that the study asks learners to find (its targets).
+// The functions of the lag that a PJ head is made of, one at a time, from the formulas of kernels/position/pj.h; and
+// the kernels that the study asks learners to find (its targets).
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// lab: the kernel laboratory. Which functions of the lag a basis contains, whether a learner finds the right sector, and
-// what high orders do to norms, caches and retrieval at far lags.
+// lab: the kernel laboratory. Which functions of the lag a basis contains, whether a learner finds the right sector,
+// and what high orders do to norms, caches and retrieval at far lags.
 #include <charconv>
 #include <chrono>
 #include <cmath>
@@ -198,10 +198,12 @@ void run_all(const Options& o) {
 
 int run(int argc, char** argv) {
     CLI::App app{
-        "The kernel laboratory: which functions of the lag a basis contains, whether a learner finds the right sector, and "
-        "what\nhigh orders do to norms, caches and retrieval at far lags. Every subcommand writes a CSV, a JSON and an SVG "
+        "The kernel laboratory: which functions of the lag a basis contains, whether a learner finds the right sector, "
+        "and "
+        "what\nhigh orders do to norms, caches and retrieval at far lags. Every subcommand writes a CSV, a JSON and an "
+        "SVG "
         "file."};
-    app.require_subcommand(1);
+    app.require_subcommand(0, 1);
     Options o;
     const auto add = [&](CLI::App* sub, const char* option, std::string& text, const std::string& meaning) {
         sub->add_option(option, text, meaning)->allow_extra_args(false);
@@ -245,7 +247,8 @@ int run(int argc, char** argv) {
     add(adaptive, "--steps", o.steps, "Adam: steps (1500)");
     add(adaptive, "--lr", o.lr, "Adam: learning rate (0.03)");
     add(adaptive, "--restarts", o.restarts, "Adam: restarts for each seed (4)");
-    add(adaptive, "--start", o.start, "Adam: order logits at the start: favoured (one order each restart) or even (favoured)");
+    add(adaptive, "--start", o.start,
+        "Adam: order logits at the start: favoured (one order each restart) or even (favoured)");
     add(adaptive, "--select", o.select, "Adam: keep the restart of least MSE on train or eval lags (train)");
     CLI::App* stability = subcommand("stability", "norms, phases and quantisation of jets at far lags (Table 5)");
     add_lags(stability, "lengths T (1024,2048,4096,8192,16384,32768)", "cycles per L (17)");
@@ -263,6 +266,9 @@ int run(int argc, char** argv) {
     CLI::App* all = subcommand("all", "everything with the settings of the study, and a page lab.html");
     if (!parse_command_line(app, argc, argv)) return kExitGood;
 
+    if (app.get_subcommands().empty())
+        fail_usage(
+            "no subcommand given, wanted fixed, projection, adaptive, stability, cache, retrieval or all (see --help)");
     if (o.out.empty()) fail_usage("--out: names no folder");
     if (all->parsed()) {
         run_all(o);

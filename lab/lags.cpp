@@ -453,6 +453,7 @@ static FloatMatrix draw_mix(TorchGenerator& generator, int64_t F, int64_t column
 // key . query / sqrt(dim) for every row, in double.
 static std::vector<double> cache_logits(const FloatMatrix& keys, const FloatMatrix& query) {
     std::vector<double> logits(static_cast<size_t>(keys.rows));
+#pragma omp parallel for schedule(static)
     for (int64_t i = 0; i < keys.rows; i++) {
         double sum = 0;
         for (int64_t j = 0; j < keys.columns; j++)
@@ -461,6 +462,62 @@ static std::vector<double> cache_logits(const FloatMatrix& keys, const FloatMatr
         logits[static_cast<size_t>(i)] = sum / std::sqrt(static_cast<double>(keys.columns));
     }
     return logits;
+}
+
+struct CacheRow {
+    std::string variant;
+    int64_t context;
+    double norm_max, norm_final, norm_mean, norm_far_mean, abs_max, logit_abs_max, logit_std;
+    // Relative errors, int8 then int4: keys with one scale, with one per channel, the far half with one scale; logits
+    // with one scale, with one per channel.
+    double errors[2][5];
+    int64_t nonfinite;
+};
+
+// features: (T or more, F) from lag 0 on; all_keys: (T or more, dim), the same through the mix of the keys.
+static CacheRow measure_cache(const std::string& variant, const FloatMatrix& features, const FloatMatrix& all_keys,
+                              const FloatMatrix& query_mix, int64_t T) {
+    const FloatMatrix keys = first_rows(all_keys, T);
+    const int64_t F = features.columns;
+    const size_t dim = static_cast<size_t>(keys.columns), half = static_cast<size_t>(T / 2);
+    const double n = static_cast<double>(T);
+    FloatMatrix last = make_float_matrix(1, F);
+    std::copy_n(features.values.begin() + (T - 1) * F, F, last.values.begin());
+    const FloatMatrix query = product(last, query_mix);
+    const std::vector<double> logits = cache_logits(keys, query);
+
+    CacheRow row = {};
+    row.variant = variant;
+    row.context = T;
+    for (size_t t = 0; t < static_cast<size_t>(T); t++) {
+        row.norm_final = norm_of(std::span(keys.values).subspan(t * dim, dim));
+        row.norm_max = std::max(row.norm_max, row.norm_final);
+        row.norm_mean += row.norm_final / n;
+        if (t >= half) row.norm_far_mean += row.norm_final / (n - static_cast<double>(half));
+    }
+    for (float x : keys.values) {
+        row.abs_max = std::max(row.abs_max, static_cast<double>(std::fabs(x)));
+        row.nonfinite += !std::isfinite(x);
+    }
+    double mean = 0, squares = 0;
+    for (double x : logits) {
+        row.logit_abs_max = std::max(row.logit_abs_max, std::fabs(x));
+        mean += x / n;
+    }
+    for (double x : logits) squares += (x - mean) * (x - mean);
+    row.logit_std = std::sqrt(squares / (n - 1));
+    for (int i = 0; i < 2; i++) {
+        const int bits = i == 0 ? 8 : 4;
+        const FloatMatrix tensor = quantised(keys, bits, false);
+        row.errors[i][0] = relative_error(tensor.values, keys.values);
+        row.errors[i][2] =
+            relative_error(std::span(tensor.values).subspan(half * dim), std::span(keys.values).subspan(half * dim));
+        row.errors[i][3] = relative_error(cache_logits(tensor, query), logits);
+        const FloatMatrix channel = quantised(keys, bits, true);
+        row.errors[i][1] = relative_error(channel.values, keys.values);
+        row.errors[i][4] = relative_error(cache_logits(channel, query), logits);
+    }
+    return row;
 }
 
 LabResult run_cache(const CacheSettings& settings) {
@@ -477,106 +534,58 @@ LabResult run_cache(const CacheSettings& settings) {
     result.settings = settings_json(s);
     result.settings["cache_dim"] = settings.cache_dim;
     result.settings["seed"] = settings.seed;
-    result.table.columns = {"variant",       "eval_len",       "train_len",          "max_order",
-                            "cache_dim",     "feature_dim",    "omega_cycles",       "seed",
-                            "key_norm_max",  "key_norm_final", "key_norm_mean",      "key_norm_far_mean",
-                            "cache_abs_max", "logit_abs_max",  "logit_std"};
+    result.table.columns = {"variant",       "eval_len",          "train_len",     "max_order",     "cache_dim",
+                            "feature_dim",   "omega_cycles",      "seed",          "key_norm_max",  "key_norm_final",
+                            "key_norm_mean", "key_norm_far_mean", "cache_abs_max", "logit_abs_max", "logit_std"};
     for (const char* bits : {"int8", "int4"})
         for (const char* column : {"cache_error_tensor", "cache_error_channel", "cache_error_far_tensor",
                                    "logit_rel_error_tensor", "logit_rel_error_channel"})
             result.table.columns.push_back(fmt::format("{}_{}", bits, column));
     result.table.columns.push_back("nonfinite_count");
 
-    struct Line {
-        std::string variant;
-        int64_t context;
-        double norm, logit_error;
-    };
-    std::vector<Line> lines;
-    for (const std::string& name : s.variants) {
-        const FloatMatrix features = lag_features(find_variant("--variants", name), s, 0, longest);
-        const FloatMatrix all_keys = product(features, key_mix);
-        for (int64_t T : s.contexts) {
-            const FloatMatrix keys = first_rows(all_keys, T);
-            const size_t dim = static_cast<size_t>(keys.columns), half = static_cast<size_t>(T / 2);
-            FloatMatrix last = make_float_matrix(1, F);
-            std::copy_n(features.values.begin() + (T - 1) * F, F, last.values.begin());
-            const FloatMatrix query = product(last, query_mix);
-            const std::vector<double> logits = cache_logits(keys, query);
-
-            double norm_max = 0, norm_final = 0, norm_mean = 0, norm_far = 0;
-            for (size_t t = 0; t < static_cast<size_t>(T); t++) {
-                norm_final = norm_of(std::span(keys.values).subspan(t * dim, dim));
-                norm_max = std::max(norm_max, norm_final);
-                norm_mean += norm_final / static_cast<double>(T);
-                if (t >= half) norm_far += norm_final / static_cast<double>(static_cast<size_t>(T) - half);
-            }
-            double cache_max = 0, logit_max = 0, logit_mean = 0, logit_squares = 0;
-            int64_t nonfinite = 0;
-            for (float x : keys.values) {
-                cache_max = std::max(cache_max, static_cast<double>(std::fabs(x)));
-                nonfinite += !std::isfinite(x);
-            }
-            for (double x : logits) {
-                logit_max = std::max(logit_max, std::fabs(x));
-                logit_mean += x / static_cast<double>(T);
-            }
-            for (double x : logits) logit_squares += (x - logit_mean) * (x - logit_mean);
-
-            std::vector<Json> row = {name,
-                                     T,
-                                     s.train_len,
-                                     s.max_order,
-                                     settings.cache_dim,
-                                     F,
-                                     fmt::format("{}", fmt::join(s.cycles, ",")),
-                                     settings.seed,
-                                     norm_max,
-                                     norm_final,
-                                     norm_mean,
-                                     norm_far,
-                                     cache_max,
-                                     logit_max,
-                                     std::sqrt(logit_squares / static_cast<double>(T - 1))};
-            double int4_logit_error = 0;
-            for (int bits : {8, 4}) {
-                const FloatMatrix tensor = quantised(keys, bits, false), channel = quantised(keys, bits, true);
-                row.push_back(relative_error(tensor.values, keys.values));
-                row.push_back(relative_error(channel.values, keys.values));
-                row.push_back(relative_error(std::span(tensor.values).subspan(half * dim),
-                                             std::span(keys.values).subspan(half * dim)));
-                const double of_tensor = relative_error(cache_logits(tensor, query), logits);
-                row.push_back(of_tensor);
-                row.push_back(relative_error(cache_logits(channel, query), logits));
-                if (bits == 4) int4_logit_error = of_tensor;
-            }
-            row.push_back(nonfinite);
-            result.table.rows.push_back(row);
-            lines.push_back({name, T, norm_final, int4_logit_error});
-        }
+    std::vector<const LagVariant*> variants;
+    for (const std::string& name : s.variants) variants.push_back(&find_variant("--variants", name));
+    std::vector<CacheRow> rows(variants.size() * s.contexts.size());
+#pragma omp parallel for schedule(dynamic)
+    for (size_t v = 0; v < variants.size(); v++) {
+        const FloatMatrix features = lag_features(*variants[v], s, 0, longest);
+        const FloatMatrix keys = product(features, key_mix);
+        for (size_t c = 0; c < s.contexts.size(); c++)
+            rows[v * s.contexts.size() + c] =
+                measure_cache(variants[v]->name, features, keys, query_mix, s.contexts[c]);
     }
     LabSummary summary;
     summary.title = fmt::format("Context {}", s.contexts.back());
-    const std::vector<std::string> shown = {"variant",
-                                            "key_norm_final",
-                                            "logit_std",
-                                            "int8_cache_error_tensor",
-                                            "int8_logit_rel_error_tensor",
-                                            "int4_cache_error_tensor",
-                                            "int4_logit_rel_error_tensor"};
-    summary.table.columns = {"variant", "key norm", "logit std", "int8 cache", "int8 logit", "int4 cache", "int4 logit"};
-    for (const auto& row : result.table.rows) {
-        if (row[1] != s.contexts.back()) continue;
-        summary.table.rows.emplace_back();
-        for (const std::string& column : shown)
-            summary.table.rows.back().push_back(row[static_cast<size_t>(
-                std::find(result.table.columns.begin(), result.table.columns.end(), column) -
-                result.table.columns.begin())]);
+    summary.table.columns = {"variant",    "key norm",   "logit std", "int8 cache",
+                             "int8 logit", "int4 cache", "int4 logit"};
+    for (const CacheRow& row : rows) {
+        std::vector<Json> line = {row.variant,
+                                  row.context,
+                                  s.train_len,
+                                  s.max_order,
+                                  settings.cache_dim,
+                                  F,
+                                  fmt::format("{}", fmt::join(s.cycles, ",")),
+                                  settings.seed,
+                                  row.norm_max,
+                                  row.norm_final,
+                                  row.norm_mean,
+                                  row.norm_far_mean,
+                                  row.abs_max,
+                                  row.logit_abs_max,
+                                  row.logit_std};
+        for (const auto& errors : row.errors) line.insert(line.end(), std::begin(errors), std::end(errors));
+        line.push_back(row.nonfinite);
+        result.table.rows.push_back(line);
+        if (row.context == s.contexts.back())
+            summary.table.rows.push_back({row.variant, row.norm_final, row.logit_std, row.errors[0][0],
+                                          row.errors[0][3], row.errors[1][0], row.errors[1][3]});
     }
     result.summaries = {summary};
-    result.panels = {context_panel(lines, s, "Norm of the last key", "norm", true, [](const Line& x) { return x.norm; }),
-                     context_panel(lines, s, "int4 error of the logits, one scale", "relative error", true,
-                                   [](const Line& x) { return x.logit_error; })};
+    result.panels = {context_panel(rows, s, "Norm of the last key", "norm", true,
+                                   [](const CacheRow& row) { return row.norm_final; }),
+                     context_panel(rows, s, "int4 error of the logits, one scale", "relative error", true,
+                                   [](const CacheRow& row) { return row.errors[1][3]; })};
     return result;
 }
 
@@ -606,8 +615,11 @@ static std::vector<Bucket> lag_buckets(int64_t L, int64_t T) {
 
 // What came of the queries of one bucket.
 struct Retrieved {
-    double top1 = 0, within_1 = 0, within_8 = 0, within_64 = 0, in_bucket = 0, mean_error = 0, median_error = 0;
-    double target_score = 0, other_score = 0, margin = 0, min_margin = 0, ties = 0;
+    size_t precision;  // index in the settings
+    int64_t context;
+    Bucket bucket;
+    double top1, within_1, within_8, within_64, in_bucket, mean_error, median_error;
+    double target_score, other_score, margin, min_margin, ties;
 };
 
 // keys: (F, T - 1), unit columns at lags 1..T-1; rows: the same transposed. The first of equal scores wins; a tie is a
@@ -638,7 +650,8 @@ static Retrieved retrieve(const FloatMatrix& rows, const FloatMatrix& keys, cons
         other[q] = second;
         ties[q] = count;
     }
-    Retrieved out;
+    Retrieved out = {};
+    out.bucket = bucket;
     std::vector<double> errors;
     const double share = 1.0 / static_cast<double>(lags.size());
     for (size_t q = 0; q < lags.size(); q++) {
@@ -678,13 +691,27 @@ LabResult run_retrieval(const RetrievalSettings& settings) {
     result.settings = settings_json(s);
     result.settings["precisions"] = settings.precisions;
     result.settings["queries"] = settings.queries;
-    result.table.columns = {"variant",         "precision",         "eval_len",
-                            "train_len",       "bucket",            "min_lag",
-                            "max_lag",         "n_queries",         "candidate_count",
-                            "feature_dim",     "top1_exact",        "within_1",
-                            "within_8",        "within_64",         "bucket_accuracy",
-                            "mean_abs_error",  "median_abs_error",  "mean_target_score",
-                            "mean_best_nonself_score", "mean_margin", "min_margin",
+    result.table.columns = {"variant",
+                            "precision",
+                            "eval_len",
+                            "train_len",
+                            "bucket",
+                            "min_lag",
+                            "max_lag",
+                            "n_queries",
+                            "candidate_count",
+                            "feature_dim",
+                            "top1_exact",
+                            "within_1",
+                            "within_8",
+                            "within_64",
+                            "bucket_accuracy",
+                            "mean_abs_error",
+                            "median_abs_error",
+                            "mean_target_score",
+                            "mean_best_nonself_score",
+                            "mean_margin",
+                            "min_margin",
                             "mean_tie_count"};
     // Top-1 at the last context, by precision, variant and bucket.
     const std::vector<Bucket> last_buckets = lag_buckets(s.train_len, s.contexts.back());
@@ -703,36 +730,51 @@ LabResult run_retrieval(const RetrievalSettings& settings) {
         result.summaries.push_back(summary);
         result.panels.push_back(panel);
     }
-    for (const std::string& name : s.variants) {
-        const FloatMatrix all = lag_features(find_variant("--variants", name), s, 1, longest);
-        for (size_t p = 0; p < settings.precisions.size(); p++) {
-            result.summaries[p].table.rows.push_back({name});
-            result.panels[p].series.push_back({name, {}, {}});
-        }
-        for (size_t p = 0; p < settings.precisions.size(); p++) {
-            const int bits = precision_bits(settings.precisions[p]);
+    std::vector<const LagVariant*> variants;
+    std::vector<int> bits;
+    for (const std::string& name : s.variants) variants.push_back(&find_variant("--variants", name));
+    for (const std::string& name : settings.precisions) bits.push_back(precision_bits(name));
+    std::vector<std::vector<Retrieved>> found(variants.size());
+#pragma omp parallel for schedule(dynamic)
+    for (size_t v = 0; v < variants.size(); v++) {
+        const FloatMatrix all = lag_features(*variants[v], s, 1, longest);
+        for (size_t p = 0; p < bits.size(); p++)
             for (int64_t T : s.contexts) {
                 FloatMatrix rows = first_rows(all, T - 1);
-                if (bits < 32) rows = quantised(rows, bits, true);
+                if (bits[p] < 32) rows = quantised(rows, bits[p], true);
                 normalise_rows(rows);
                 const FloatMatrix keys = transposed(rows);
                 for (const Bucket& bucket : lag_buckets(s.train_len, T)) {
-                    const Retrieved r = retrieve(rows, keys, bucket, settings.queries);
-                    result.table.rows.push_back({name,           settings.precisions[p], T,
-                                                 s.train_len,    bucket.name,            bucket.first,
-                                                 bucket.last,    settings.queries,       T - 1,
-                                                 rows.columns,   r.top1,                 r.within_1,
-                                                 r.within_8,     r.within_64,            r.in_bucket,
-                                                 r.mean_error,   r.median_error,         r.target_score,
-                                                 r.other_score,  r.margin,               r.min_margin,
-                                                 r.ties});
-                    if (T != s.contexts.back()) continue;
-                    result.summaries[p].table.rows.back().push_back(r.top1);
-                    LabSeries& series = result.panels[p].series.back();
-                    series.x.push_back(static_cast<double>(series.x.size()));
-                    series.y.push_back(r.top1);
+                    found[v].push_back(retrieve(rows, keys, bucket, settings.queries));
+                    found[v].back().precision = p;
+                    found[v].back().context = T;
                 }
             }
+    }
+    const int64_t F = static_cast<int64_t>(s.cycles.size()) * 2 * (s.max_order + 1);
+    for (size_t v = 0; v < variants.size(); v++) {
+        const std::string name = variants[v]->name;
+        for (size_t p = 0; p < bits.size(); p++) {
+            result.summaries[p].table.rows.push_back({name});
+            result.panels[p].series.push_back({name, {}, {}});
+        }
+        for (const Retrieved& r : found[v]) {
+            result.table.rows.push_back({name,           settings.precisions[r.precision],
+                                         r.context,      s.train_len,
+                                         r.bucket.name,  r.bucket.first,
+                                         r.bucket.last,  settings.queries,
+                                         r.context - 1,  F,
+                                         r.top1,         r.within_1,
+                                         r.within_8,     r.within_64,
+                                         r.in_bucket,    r.mean_error,
+                                         r.median_error, r.target_score,
+                                         r.other_score,  r.margin,
+                                         r.min_margin,   r.ties});
+            if (r.context != s.contexts.back()) continue;
+            result.summaries[r.precision].table.rows.back().push_back(r.top1);
+            LabSeries& series = result.panels[r.precision].series.back();
+            series.x.push_back(static_cast<double>(series.x.size()));
+            series.y.push_back(r.top1);
         }
     }
     return result;

@@ -41,10 +41,10 @@ const LagVariant& find_variant(const std::string& option, const std::string& nam
 // For all three diagnostics.
 struct VariantSettings {
     std::vector<std::string> variants;
-    int64_t train_len = 1024;                                             // L
+    int64_t train_len = 1024;                                                // L
     std::vector<int64_t> contexts = {1024, 2048, 4096, 8192, 16384, 32768};  // T
-    std::vector<double> cycles;                                           // omega = 2 pi cycles / L
-    int max_order = 3;                                                    // R
+    std::vector<double> cycles;                                              // omega = 2 pi cycles / L
+    int max_order = 3;                                                       // R
     double damping = 0.1;
 };
 
@@ -68,8 +68,8 @@ struct StabilityRow {
     double phase_ratio_final, phase_ratio_far_mean;
     double far_phase_span;  // omega (psi(T-1) - psi(T/2)), radians
     // Of the lags d >= T/2: neighbours d, d + 1 whose phases differ by less than 1e-3 rad; lags whose phase, modulo
-    // 2 pi, has another within 1e-3 rad, and the median distance to the nearest (the lower of two middles), among at most
-    // 4096 evenly spaced lags.
+    // 2 pi, has another within 1e-3 rad, and the median distance to the nearest (the lower of two middles), among at
+    // most 4096 evenly spaced lags.
     double local_collisions, wrapped_collisions, wrapped_nearest_median;
     double far_condition;  // of the functions of all orders at those lags, standardised
     int64_t nonfinite;     // values of b that are not finite

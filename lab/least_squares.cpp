@@ -44,7 +44,10 @@ Matrix standardised(const Matrix& columns, const Standardisation& by, bool inter
 Matrix least_squares(const Matrix& design, const Matrix& targets) {
     const Eigen::CompleteOrthogonalDecomposition<EigenMatrix> decomposition(view(design));
     Matrix weights = make_matrix(design.columns, targets.columns);
-    Eigen::Map<EigenMatrix>(weights.values.data(), weights.rows, weights.columns) = decomposition.solve(view(targets));
+    Eigen::Map<EigenMatrix> w(weights.values.data(), weights.rows, weights.columns);
+    w = decomposition.solve(view(targets));
+    // One step of iterative refinement: what the first solution left of a target that lies in the space.
+    w += decomposition.solve(view(targets) - view(design) * w);
     return weights;
 }
 

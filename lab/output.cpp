@@ -111,15 +111,14 @@ static std::string panel_script(const LabPanel& panel, size_t number) {
         script += "EOD\n";
         if (is_empty) continue;
         const char* colour = kColours[s % std::size(kColours)];
-        // Of lines that lie on each other the later is thinner, so that all show.
+        // Of lines (and points) that lie on each other the later is thinner, so that all show.
         const double behind = static_cast<double>(panel.series.size() - 1 - s);
         const std::string style =
             panel.stacked
                 ? fmt::format("using 1:2:3:4:4 with candlesticks fs solid 0.85 noborder lc rgb '{}'", colour)
-                : fmt::format("using 1:2 with linespoints lw {:.2f} pt 7 ps {:.2f} lc rgb '{}'", 1.5 + 0.5 * behind,
-                              0.4 + 0.08 * behind, colour);
-        plots +=
-            fmt::format("{}{} {} title {}", plots.empty() ? "" : ", ", data, style, plot_text(series.name));
+                : fmt::format("using 1:2 with {} lw {:.2f} pt 7 ps {:.2f} lc rgb '{}'",
+                              panel.lines ? "linespoints" : "points", 1.5 + 0.5 * behind, 0.4 + 0.08 * behind, colour);
+        plots += fmt::format("{}{} {} title {}", plots.empty() ? "" : ", ", data, style, plot_text(series.name));
     }
     // Where nothing can be shown (all values zero on a logarithmic axis) the panel stays empty.
     if (plots.empty()) return script + "unset logscale y\nset yrange [0:1]\nplot NaN notitle\n";
@@ -160,10 +159,14 @@ void write_result(const std::filesystem::path& folder, const LabResult& result) 
 static std::string html_text(const std::string& text) {
     std::string escaped;
     for (char c : text) {
-        if (c == '&') escaped += "&amp;";
-        else if (c == '<') escaped += "&lt;";
-        else if (c == '>') escaped += "&gt;";
-        else escaped += c;
+        if (c == '&')
+            escaped += "&amp;";
+        else if (c == '<')
+            escaped += "&lt;";
+        else if (c == '>')
+            escaped += "&gt;";
+        else
+            escaped += c;
     }
     return escaped;
 }
@@ -181,9 +184,19 @@ static std::string html_table(const LabTable& table) {
     return text + "</table>\n";
 }
 
+// Gnuplot names the parts of every picture alike; on one page they need names of their own.
+static std::string svg_element(std::string svg, const std::string& name) {
+    svg = svg.substr(svg.find("<svg"));
+    for (const std::string id : {"gpPt", "gpDot", "gnuplot_canvas", "textbox", "greybox"})
+        for (size_t at = svg.find(id); at != std::string::npos; at = svg.find(id, at + name.size() + 1 + id.size()))
+            svg.insert(at, name + "_");
+    return svg;
+}
+
 std::string result_page(const std::filesystem::path& folder, const std::vector<LabResult>& results) {
     std::string page =
-        "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n<title>jetlag: kernel laboratory</title>\n"
+        "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n<title>jetlag: kernel "
+        "laboratory</title>\n"
         "<style>\nbody { font-family: sans-serif; margin: 2em auto; max-width: 80em; padding: 0 1em; }\n"
         "table { border-collapse: collapse; font-size: 0.85em; margin: 0.5em 0 1.5em; }\n"
         "th, td { border-bottom: 1px solid #ddd; padding: 0.15em 0.6em; text-align: right; white-space: nowrap; }\n"
@@ -194,8 +207,7 @@ std::string result_page(const std::filesystem::path& folder, const std::vector<L
     page += "</ul>\n";
     for (const LabResult& result : results) {
         page += fmt::format("<h2 id=\"{}\">{}</h2>\n", result.name, html_text(result.title));
-        const std::string svg = read_file(folder / (result.name + ".svg"));
-        page += svg.substr(svg.find("<svg"));
+        page += svg_element(read_file(folder / (result.name + ".svg")), result.name);
         for (const LabSummary& summary : result.summaries)
             page += "<h3>" + html_text(summary.title) + "</h3>\n<div class=\"wide\">" + html_table(summary.table) +
                     "</div>\n";

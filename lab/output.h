@@ -25,6 +25,7 @@ struct LabSeries {
 struct LabPanel {
     std::string title, x_label, y_label;
     bool log_x = false, log_y = false;
+    bool lines = true;                 // between points; false: their order means nothing
     bool stacked = false;              // bars on each other, one bar per x
     std::vector<std::string> x_names;  // names of x = 0, 1, ...; empty: x is a number
     std::vector<LabSeries> series;
