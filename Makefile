@@ -172,7 +172,7 @@ endef
 $(foreach source,$(MAIN_SOURCES),$(eval $(call program_rule,$(source))))
 
 # The laboratory repeats diagnostics that PyTorch computed in float, with the sines and cosines that PyTorch uses.
-$(BUILD)/lab $(TESTS): LDLIBS += -lsleef
+$(BUILD)/lab $(BUILD)/train_retrieval $(TESTS): LDLIBS += -lsleef
 
 $(TESTS): $(call objects_of,$(TEST_SOURCES)) $(LIBRARY)
 	$(CXX) $(LDFLAGS) $^ -lgtest $(LDLIBS) -o $@

@@ -378,9 +378,7 @@ LabResult run_stability(const VariantSettings& settings) {
 
 // ---------------------------------------------------------------------------------------------------------------
 
-// Features at lags first..T-1 (one row each): for every cycles in turn, order by order, component_r cos(omega psi) and
-// component_r sin(omega psi).
-static FloatMatrix lag_features(const LagVariant& variant, const VariantSettings& settings, int64_t first, int64_t T) {
+FloatMatrix lag_features(const LagVariant& variant, const VariantSettings& settings, int64_t first, int64_t T) {
     const int R = settings.max_order;
     const int64_t columns = static_cast<int64_t>(settings.cycles.size()) * 2 * (R + 1);
     FloatMatrix features = make_float_matrix(T - first, columns);
@@ -599,17 +597,11 @@ RetrievalSettings retrieval_defaults() {
     return settings;
 }
 
-struct Bucket {
-    const char* name;
-    int64_t first, last;  // lags
-};
-
-// The buckets of lags that a context reaches.
-static std::vector<Bucket> lag_buckets(int64_t L, int64_t T) {
-    std::vector<Bucket> list = {
+std::vector<LagBucket> lag_buckets(int64_t L, int64_t T) {
+    std::vector<LagBucket> list = {
         {"train", 1, L - 1}, {"x1_4", L, 4 * L - 1}, {"x4_16", 4 * L, 16 * L - 1}, {"x16_32", 16 * L, 32 * L - 1}};
-    for (Bucket& bucket : list) bucket.last = std::min(bucket.last, T - 1);
-    std::erase_if(list, [](const Bucket& bucket) { return bucket.first > bucket.last; });
+    for (LagBucket& bucket : list) bucket.last = std::min(bucket.last, T - 1);
+    std::erase_if(list, [](const LagBucket& bucket) { return bucket.first > bucket.last; });
     return list;
 }
 
@@ -617,14 +609,14 @@ static std::vector<Bucket> lag_buckets(int64_t L, int64_t T) {
 struct Retrieved {
     size_t precision;  // index in the settings
     int64_t context;
-    Bucket bucket;
+    LagBucket bucket;
     double top1, within_1, within_8, within_64, in_bucket, mean_error, median_error;
     double target_score, other_score, margin, min_margin, ties;
 };
 
 // keys: (F, T - 1), unit columns at lags 1..T-1; rows: the same transposed. The first of equal scores wins; a tie is a
 // score of at least the target's minus 1e-6, the target's own among them.
-static Retrieved retrieve(const FloatMatrix& rows, const FloatMatrix& keys, const Bucket& bucket, int queries) {
+static Retrieved retrieve(const FloatMatrix& rows, const FloatMatrix& keys, const LagBucket& bucket, int queries) {
     const std::vector<int64_t> lags = evenly_spaced(bucket.first, bucket.last, queries);
     FloatMatrix asked = make_float_matrix(queries, rows.columns);
     for (size_t q = 0; q < lags.size(); q++)
@@ -714,7 +706,7 @@ LabResult run_retrieval(const RetrievalSettings& settings) {
                             "min_margin",
                             "mean_tie_count"};
     // Top-1 at the last context, by precision, variant and bucket.
-    const std::vector<Bucket> last_buckets = lag_buckets(s.train_len, s.contexts.back());
+    const std::vector<LagBucket> last_buckets = lag_buckets(s.train_len, s.contexts.back());
     for (const std::string& precision : settings.precisions) {
         LabSummary summary;
         summary.title = fmt::format("Top-1 at context {}, {}", s.contexts.back(), precision);
@@ -723,7 +715,7 @@ LabResult run_retrieval(const RetrievalSettings& settings) {
         panel.title = summary.title;
         panel.x_label = "bucket of lags";
         panel.y_label = "exact top-1";
-        for (const Bucket& bucket : last_buckets) {
+        for (const LagBucket& bucket : last_buckets) {
             summary.table.columns.push_back(bucket.name);
             panel.x_names.push_back(bucket.name);
         }
@@ -744,7 +736,7 @@ LabResult run_retrieval(const RetrievalSettings& settings) {
                 if (bits[p] < 32) rows = quantised(rows, bits[p], true);
                 normalise_rows(rows);
                 const FloatMatrix keys = transposed(rows);
-                for (const Bucket& bucket : lag_buckets(s.train_len, T)) {
+                for (const LagBucket& bucket : lag_buckets(s.train_len, T)) {
                     found[v].push_back(retrieve(rows, keys, bucket, settings.queries));
                     found[v].back().precision = p;
                     found[v].back().context = T;

@@ -19,6 +19,7 @@
 #include <string>
 #include <vector>
 
+#include "lab/float32.h"
 #include "lab/output.h"
 
 namespace jetlag {
@@ -90,7 +91,18 @@ struct CacheSettings {
 CacheSettings cache_defaults();
 LabResult run_cache(const CacheSettings& settings);
 
+// Features at lags first..T-1 (one row each): for every cycles in turn, order by order, component_r cos(omega psi) and
+// component_r sin(omega psi).
+FloatMatrix lag_features(const LagVariant& variant, const VariantSettings& settings, int64_t first, int64_t T);
+
 // ---- retrieval, in float
+
+struct LagBucket {
+    const char* name;
+    int64_t first, last;  // lags
+};
+// The buckets of lags that a context of T reaches.
+std::vector<LagBucket> lag_buckets(int64_t L, int64_t T);
 
 struct RetrievalSettings {
     VariantSettings lags;
