@@ -154,14 +154,17 @@ ProbeResult run_probe(const Probe& probe, const FloatMatrix& rows, const ProbeBa
                     gradients != nullptr ? sums[static_cast<size_t>(b)].data() : nullptr);
     ProbeResult mean;
     const double share = 1 / static_cast<double>(B);
+    int64_t values_right = 0, positions_right = 0;
     for (const ProbeRow& row : found) {
         mean.loss += share * (row.value_loss + probe.settings.attention_loss_weight * row.attention_loss);
-        mean.value_accuracy += row.value_right ? share : 0;
-        mean.top_position_accuracy += row.position_right ? share : 0;
+        values_right += row.value_right;
+        positions_right += row.position_right;
         mean.target_mass += share * row.target_mass;
         mean.entropy += share * row.entropy;
         mean.support += share * std::exp(row.entropy);
     }
+    mean.value_accuracy = static_cast<double>(values_right) / static_cast<double>(B);
+    mean.top_position_accuracy = static_cast<double>(positions_right) / static_cast<double>(B);
     for (size_t i = 0; i < count; i++) {
         double sum = 0;
         for (const std::vector<double>& part : sums) sum += part[i];
