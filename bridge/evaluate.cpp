@@ -131,6 +131,7 @@ std::string bridge_report_json(const StudentReport& report) {
                          {"kernel_norm", teacher.kernel_norm}};
     object["initial"] = evaluation_object(report.initial);
     for (const auto& [name, value] : report.lag_bias) object["lag_bias"][name] = value;
+    object["evaluations"] = Json::array();
     for (const BridgeEvaluation& e : report.evaluations) object["evaluations"].push_back(evaluation_object(e));
     // A path that is not UTF-8 is written with U+FFFD.
     return object.dump(1, ' ', false, Json::error_handler_t::replace) + "\n";

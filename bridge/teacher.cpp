@@ -72,6 +72,12 @@ float torch_sum(std::span<const float> values) {
     const auto add = [](Vector& to, const float* from) {
         for (size_t i = 0; i < kLanes; i++) to[i] += from[i];
     };
+    if (values.size() < kLanes) {
+        std::array<float, kVectors> sums{};
+        const size_t grouped = values.size() / kVectors * kVectors;
+        for (size_t i = 0; i < values.size(); i++) sums[i < grouped ? i : 0] += values[i];
+        return ((sums[0] + sums[1]) + sums[2]) + sums[3];
+    }
     const size_t vectors = values.size() / kLanes, groups = vectors / kVectors;
     const size_t doublings = groups > 1 ? static_cast<size_t>(std::bit_width(groups - 1)) : 0;
     const size_t power = std::max<size_t>(4, doublings / kLevels);

@@ -340,8 +340,8 @@ TEST(TrainBridge, Errors) {
     expect_error(w.resume("run", {"train.steps=1"}), "train_bridge", kExitUsage, {"2 steps already"});
     const ProgramResult diverged = w.train("diverged", {"train.lr=1000", "train.weight_decay=1000", "train.steps=100"});
     expect_error(diverged, "train_bridge", kExitFailed, {"step", "NaN or infinity"});
-    // A language model's programs do not take it, and the other way round.
-    expect_error(run_program("eval_lm", {w.run("run")}), "eval_lm", kExitFailed, {"teacher"});
+    // A language model's programs do not take it.
+    expect_error(run_program("eval_lm", {w.run("run")}), "eval_lm", kExitUsage, {"teacher", "unknown key"});
 }
 
 TEST(EvalBridge, EvaluatesAndSaysWhatIsWrong) {
