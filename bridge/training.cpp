@@ -184,7 +184,8 @@ Student load_student(const std::filesystem::path& given, const std::vector<std::
     add_overrides(settings, overrides);
     student.config = make_bridge_config(settings, false);
     const StudentSettings& now = student.config.model;
-    if (now.sector != trained.sector || now.heads != trained.heads || now.max_order != trained.max_order)
+    if (now.sector != trained.sector || now.heads != trained.heads || now.max_order != trained.max_order ||
+        now.freeze_qk != trained.freeze_qk)
         fail_usage("{}: with these --set it would be another model than the one that was trained", name);
     student.model = make_model(bridge_shape(student.config));
     read_parameter_tensors(student.model, student.model.parameters.data, file, "", name);

@@ -298,9 +298,10 @@ static int64_t workspace_floats(const ModelShape& s, int64_t B, int64_t T, Mode 
     return std::max({attention_workspace_floats(B, T, s.heads, s.head_dim), layernorm_workspace_floats(N, C),
                      layernorm_workspace_floats(rows, C), linear_workspace_floats(N, C, 3 * C),
                      linear_workspace_floats(N, C, C), linear_workspace_floats(rows, C, s.mlp_dim),
-                     linear_workspace_floats(rows, s.mlp_dim, C), layernorm_workspace_floats(R, C),
-                     linear_workspace_floats(R, C, C), linear_workspace_floats(R, C, s.mlp_dim),
-                     linear_workspace_floats(R, s.mlp_dim, C), linear_workspace_floats(head, C, head_width(s))});
+                     linear_workspace_floats(rows, C, C), linear_workspace_floats(rows, s.mlp_dim, C),
+                     layernorm_workspace_floats(R, C), linear_workspace_floats(R, C, C),
+                     linear_workspace_floats(R, C, s.mlp_dim), linear_workspace_floats(R, s.mlp_dim, C),
+                     linear_workspace_floats(head, C, head_width(s))});
 }
 
 // Hands out the arrays of `acts` from memory that starts at `base`, and returns how many floats they take; with
@@ -485,6 +486,15 @@ static void forward_dense(real* out, const real* inp, const Dense& layer, int64_
         linear_forward(out, inp, layer.weight, layer.bias, rows, C, OC);
 }
 
+// Whether of qkv only the values are computed: frozen queries and keys are the zeros that their memory holds from the
+// start. Where a third of the weights is not as well aligned as the whole, all of it is.
+static bool only_values(const ModelShape& s) {
+    return s.freeze_qk && s.embed_dim % 8 == 0;
+}
+static Dense value_rows(const Dense& qkv, int64_t C) {
+    return {qkv.weight + 2 * C * C, qkv.bias + 2 * C};
+}
+
 // Whether only the last position of each sequence is read of what follows block l's attention.
 static bool reads_last_only(const Activations& acts, size_t l) {
     return acts.reads_last && l + 1 == acts.blocks.size();
@@ -539,7 +549,12 @@ static void forward_block(const ModelShape& s, const BlockTensors& w, const Bloc
         real* norm1 = a.norm1 + kept * C;
         layernorm_forward(norm1, a.norm1_mean + n, a.norm1_rstd + n, in + n * C, w.norm1_weight, w.norm1_bias, rows, C);
         lap(times, "layernorm");
-        forward_dense(a.qkv + n * 3 * C, norm1, dense.qkv, rows, C, 3 * C, N);
+        if (only_values(s)) {
+            forward_dense(acts.projection, norm1, value_rows(dense.qkv, C), rows, C, C, N);
+            copy_rows(a.qkv + n * 3 * C + 2 * C, 3 * C, acts.projection, C, rows, C);
+        } else {
+            forward_dense(a.qkv + n * 3 * C, norm1, dense.qkv, rows, C, 3 * C, N);
+        }
         lap(times, "dense forward");
     }
     forward_attention(s, w, acts, l, B, T, stats, cache);
@@ -779,8 +794,18 @@ static void forward_and_backward(const Model& model, Activations& acts, DeviceAr
         lap(times, "attention backward");
         if (w.lag_bias != nullptr) lag_bias_table_backward(dw.lag_bias, acts.dlag_bias, s.lag_bias, w.lag_bias, T);
         lap(times, "lag-bias table");
-        linear_backward(acts.dnorm, dw.qkv_weight, dw.qkv_bias, acts.dqkv, a.norm1, layers.qkv.weight, workspace, N, C,
-                        3 * C);
+        if (only_values(s)) {
+            // The gradients of a frozen query and key are those of scores times zeros.
+            for (int64_t n = 0; n < N; n += kBackwardRows) {
+                const int64_t rows = std::min(kBackwardRows, N - n);
+                copy_rows(acts.dhidden, C, acts.dqkv + n * 3 * C + 2 * C, 3 * C, rows, C);
+                linear_backward(acts.dnorm + n * C, dw.qkv_weight + 2 * C * C, dw.qkv_bias + 2 * C, acts.dhidden,
+                                a.norm1 + n * C, value_rows(layers.qkv, C).weight, workspace, rows, C, C);
+            }
+        } else {
+            linear_backward(acts.dnorm, dw.qkv_weight, dw.qkv_bias, acts.dqkv, a.norm1, layers.qkv.weight, workspace, N,
+                            C, 3 * C);
+        }
         lap(times, "dense backward");
         layernorm_backward(acts.dresidual, dw.norm1_weight, dw.norm1_bias, acts.dnorm, acts.residual[l], w.norm1_weight,
                            a.norm1_mean, a.norm1_rstd, workspace, N, C);

@@ -39,10 +39,10 @@ struct Example {
 };
 
 // A small model at L = 16 with lag biases that matter, and a batch of random tokens.
-Example make_example(const Options& o, int64_t B, int64_t T, int64_t layers = 2) {
+Example make_example(const Options& o, int64_t B, int64_t T, int64_t layers = 2, int64_t C = 32) {
     std::vector<Setting> settings;
-    add_overrides(settings, {fmt::format("model.position={}", o.position), "train.context=16", "model.embed_dim=32",
-                             fmt::format("model.layers={}", layers)});
+    add_overrides(settings, {fmt::format("model.position={}", o.position), "train.context=16",
+                             fmt::format("model.embed_dim={}", C), fmt::format("model.layers={}", layers)});
     ModelShape shape = model_shape(make_config(settings));
     shape.vocab = 5;
     shape.classes = o.classes;
@@ -122,6 +122,8 @@ TEST(ModelOptions, LossesAndGradientsMatchTheReference) {
     }
     for (const int64_t layers : {1, 3})
         expect_like_reference({"full", true, false, 2}, make_example({"full", true, false, 2}, 2, 9, layers));
+    // Frozen, where a third of qkv's weights is not aligned as the whole.
+    expect_like_reference({"full", true, true, 2}, make_example({"full", true, true, 2}, 2, 9, 2, 20));
     // A length of one: with a strict mask nothing is attended at all.
     expect_like_reference({"full", true, false, 2}, make_example({"full", true, false, 2}, 2, 1));
     // More tiles than one, and another number of rows than of chunks.
