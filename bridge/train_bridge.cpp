@@ -10,9 +10,10 @@ int run(int argc, char** argv) {
     BridgeConfig defaults;
     TrainingCommand command;
     if (!read_training_command(command, "Trains a small Transformer to answer a teacher's queries.",
-                               bridge_keys(defaults, false), argc, argv))
+                               bridge_keys(defaults, true), argc, argv))
         return kExitGood;
-    const BridgeConfig config = make_bridge_config(command.settings, false);
+    // A sweep's file serves here too: the section `sweep` says nothing of a single run.
+    const BridgeConfig config = make_bridge_config(command.settings, true);
     train_student(config, checked_run_folder(command, config.teacher.target + "-" + config.model.sector),
                   command.resume);
     return kExitGood;

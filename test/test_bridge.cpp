@@ -327,7 +327,6 @@ TEST(TrainBridge, Errors) {
     error({"train.length_sampling=drawn"}, {"train.length_sampling", "drawn"});
     error({"eval.contexts=[]"}, {"eval.contexts"});
     error({"train.corpus=x"}, {"train.corpus", "unknown"});
-    error({"sweep.seeds=[1]"}, {"sweep.seeds"});
     expect_error(run_program("train_bridge", {}), "train_bridge", kExitUsage, {"CONFIG"});
     expect_error(run_program("train_bridge", {w.run("nothing.yaml")}), "train_bridge", kExitUsage, {"nothing.yaml"});
     expect_error(w.resume("nowhere"), "train_bridge", kExitUsage, {"nothing to resume"});
@@ -428,8 +427,8 @@ TEST(BridgeLearns, EachTeacherByItsSector) {
     const auto accuracy = [&](const std::string& target, const std::string& sector, const std::string& kind) {
         const std::string name = target + sector + kind;
         const ProgramResult result =
-            run_program("train_bridge", {"configs/bridge/table10.yaml", "--out", w.run(name), "--set", "sweep={}",
-                                         "--set", "teacher.target=" + target, "--set", "teacher.kind=" + kind, "--set",
+            run_program("train_bridge", {"configs/bridge/table10.yaml", "--out", w.run(name), "--set",
+                                         "teacher.target=" + target, "--set", "teacher.kind=" + kind, "--set",
                                          "model.sector=" + sector, "--set", "eval={contexts: [96], batches: 8}"});
         EXPECT_EQ(result.exit_code, kExitGood) << result.err;
         return json::parse(read_file(bridge_report_path(w.run(name))))["evaluations"][0]["accuracy"].get<double>();
