@@ -182,7 +182,7 @@ struct ModelSettings {
     LagBiasSettings lag_bias = {};
     bool alibi = false;        // the fixed table instead of a learned one
     bool strict_mask = false;  // a position attends earlier ones only; the first attends nothing
-    int64_t classes = 0;       // 0: V logits at every position; otherwise so many, at the last position of each sequence
+    int64_t classes = 0;  // 0: V logits at every position; otherwise so many, at the last position of each sequence
 };
 
 // The 18 published names, and the settings with the position method of that name. Errors: a name not among them.
