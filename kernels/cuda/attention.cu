@@ -491,7 +491,7 @@ constexpr auto forward_tile() {
     if constexpr (Dim <= 64)
         return Tile<Dim, 4, 4, 8>();
     else if constexpr (kTensor<Dim>)
-        return Tile < Dim, 4, 2, kTf32 ? 4 : 8 > ();
+        return Tile<Dim, 4, 2, (kTf32 ? 4 : 8)>();
     else if constexpr (Dim <= 128)
         return Tile<Dim, 2, 4, 4>();
     else
