@@ -49,9 +49,10 @@ void device_zero(void* memory, size_t bytes) {
 }
 
 void copy_to_device(void* device, const void* host, size_t bytes) {
-    // Returns when the host's memory may change.
-    if (bytes > 0)
-        check_cuda(cudaMemcpyAsync(device, host, bytes, cudaMemcpyHostToDevice, device_stream()), "copy to the device");
+    if (bytes == 0) return;
+    check_cuda(cudaMemcpyAsync(device, host, bytes, cudaMemcpyHostToDevice, device_stream()), "copy to the device");
+    // The host's memory may change afterwards, and be gone.
+    device_wait();
 }
 
 void copy_to_host(void* host, const void* device, size_t bytes) {
@@ -126,6 +127,10 @@ const char* simd_target_name() {
                                     std::to_string(device_properties().major) +
                                     std::to_string(device_properties().minor);
     return name.c_str();
+}
+
+int64_t forward_rows() {
+    return 32768;
 }
 
 // The host's threads: a kernel's own follow from its sizes.
