@@ -123,7 +123,7 @@ endif
 
 .PHONY: all programs test fuzz fuzzers format check-format clean help FORCE
 .DEFAULT_GOAL := all
-.SECONDARY: $(OBJECTS)
+.SECONDARY: $(call objects_of,$(FUZZ_SOURCES))
 
 all: programs $(TESTS) $(if $(filter cuda,$(BACKEND)),$(BUILD)/kernels.txt)
 programs: $(PROGRAMS)

@@ -8,6 +8,7 @@
 #include <new>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "kernels/ops.h"
 
@@ -95,13 +96,14 @@ void run_graph(Graph& graph, const std::function<void()>& ops) {
 // Grows in steps of twice the size. What was given out before is kept: kernels that were captured in a graph hold its
 // address.
 void* device_scratch(size_t bytes) {
-    static void* memory = nullptr;
+    static std::vector<void*> given;
     static size_t size = 0;
     if (bytes > size) {
-        size = std::max(bytes, std::max<size_t>(2 * size, 1 << 20));
-        memory = device_alloc(size);
+        const size_t wanted = std::max(bytes, std::max<size_t>(2 * size, 1 << 20));
+        given.push_back(device_alloc(wanted));
+        size = wanted;
     }
-    return memory;
+    return given.empty() ? nullptr : given.back();
 }
 
 // ---------------------------------------------------------------------------------------------------------------
