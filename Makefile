@@ -41,8 +41,8 @@ CXXFLAGS := -std=c++20 -Wall -Wextra -Werror $(if $(DEBUG)$(SAN),-g) $(OPENMP) -
 CPPFLAGS := -I. -MD -MP -DFMT_SHARED $(if $(filter bf16,$(PRECISION)),-DJETLAG_BF16 )$(if $(filter tf32,$(PRECISION)),-DJETLAG_TF32 )-DHWY_DISABLED_TARGETS=HWY_SVE+HWY_SVE2+HWY_SVE_256+HWY_SVE2_128
 LDFLAGS := $(OPENMP) -pthread
 LDLIBS := -lhwy -lyaml-cpp -lcurl -lcrypto -larchive -lcsv -lfmt
-# Time is spent in the kernels, whose micro-loops want to be unrolled, and in the tests' reference. The rest only calls
-# them, and compiles twice as fast at -O1.
+# Time is spent in the kernels, whose micro-loops want to be unrolled, in the laboratory, and in the tests' reference. The
+# rest only calls them, and compiles twice as fast at -O1.
 HOST_OPTIMIZATION := $(if $(DEBUG),-O0,-O1)
 REFERENCE_OPTIMIZATION := $(if $(DEBUG),-O0,-O2)
 KERNEL_OPTIMIZATION := $(if $(DEBUG),-O0,-O3)
@@ -90,7 +90,7 @@ LDLIBS += -lboost_context
 endif
 
 # One program per source file in these folders, named after the file; everything else is the library.
-PROGRAM_SOURCES := $(wildcard data_prep/*.cpp train/*.cpp eval/*.cpp generate/*.cpp bench/*.cpp)
+PROGRAM_SOURCES := $(wildcard data_prep/*.cpp train/*.cpp eval/*.cpp generate/*.cpp bench/*.cpp lab/*.cpp)
 MAIN_SOURCES := $(shell grep -l '^int main(.*)' $(PROGRAM_SOURCES) /dev/null 2>/dev/null)
 LIBRARY_SOURCES := $(wildcard src/*.cpp kernels/*.cpp kernels/position/*.cpp kernels/$(BACKEND)/*.cpp models/*.cpp) \
 	$(filter-out $(MAIN_SOURCES),$(PROGRAM_SOURCES))
@@ -139,6 +139,7 @@ FORCE:
 OPTIMIZATION := $(HOST_OPTIMIZATION)
 $(BUILD)/obj/kernels/%.o: OPTIMIZATION := $(KERNEL_OPTIMIZATION)
 $(BUILD)/obj/kernels/emu/%.o: OPTIMIZATION := $(KERNEL_OPTIMIZATION) $(EMU_SIMD)
+$(BUILD)/obj/lab/%.o: OPTIMIZATION := $(REFERENCE_OPTIMIZATION)
 $(BUILD)/obj/test/reference/%.o: OPTIMIZATION := $(REFERENCE_OPTIMIZATION)
 
 $(BUILD)/obj/%.o: %.cpp $(BUILD)/commands
@@ -174,6 +175,9 @@ $(BUILD)/$(notdir $(1:.cpp=)): $(BUILD)/obj/$(1:.cpp=.o) $(LIBRARY)
 endef
 $(foreach source,$(MAIN_SOURCES),$(eval $(call program_rule,$(source))))
 
+# The laboratory repeats diagnostics that PyTorch computed in float, with the sines and cosines that PyTorch uses.
+$(BUILD)/lab $(TESTS): LDLIBS += -lsleef
+
 $(TESTS): $(call objects_of,$(TEST_SOURCES)) $(LIBRARY)
 	$(CXX) $(LDFLAGS) $^ -lgtest $(LDLIBS) -o $@
 
@@ -189,7 +193,7 @@ $(BUILD)/fuzz_%: $(patsubst %.cpp,$(BUILD)/obj/%.o,test/fuzz/%.cpp test/fuzz_tar
 test: all
 	JETLAG_BUILD=$(BUILD) $(if $(findstring thread,$(SAN)),TSAN_OPTIONS=ignore_noninstrumented_modules=1) $(TESTS) $(if $(FILTER),--gtest_filter='$(FILTER)')
 
-FORMATTED := $(shell find src kernels models train eval generate data_prep bench test -name '*.cpp' -o -name '*.h' -o -name '*.cu' 2>/dev/null)
+FORMATTED := $(shell find src kernels models train eval generate data_prep bench lab test -name '*.cpp' -o -name '*.h' -o -name '*.cu' 2>/dev/null)
 CLANG_FORMAT ?= clang-format
 format:
 	$(CLANG_FORMAT) -i $(FORMATTED)

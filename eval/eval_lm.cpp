@@ -10,6 +10,7 @@
 #include "src/command_line.h"
 #include "src/error.h"
 #include "src/files.h"
+#include "src/gnuplot.h"
 #include "src/progress.h"
 #include "src/token_stream.h"
 #include "train/run_folder.h"

@@ -1,15 +1,12 @@
 #include "eval/report.h"
 
-#include <sys/wait.h>
-#include <unistd.h>
+#include <fmt/format.h>
 
 #include <algorithm>
-#include <csignal>
-#include <cstdio>
 #include <nlohmann/json.hpp>
 
-#include "src/error.h"
-#include "src/files.h"
+#include "src/gnuplot.h"
+#include "src/text_table.h"
 
 namespace jetlag {
 
@@ -36,21 +33,6 @@ static std::string short_name(const std::string& checkpoint) {
 
 using Table = std::vector<std::vector<std::string>>;
 
-// Texts to the left, numbers to the right.
-static std::string aligned(const Table& rows) {
-    std::vector<size_t> width(rows[0].size(), 0);
-    for (const auto& row : rows)
-        for (size_t c = 0; c < row.size(); c++) width[c] = std::max(width[c], row[c].size());
-    std::string text;
-    for (const auto& row : rows) {
-        std::string line;
-        for (size_t c = 0; c < row.size(); c++)
-            line += c < 2 ? fmt::format("{:<{}}  ", row[c], width[c]) : fmt::format("{:>{}}  ", row[c], width[c]);
-        text += line.substr(0, line.find_last_not_of(' ') + 1) + "\n";
-    }
-    return text;
-}
-
 std::string evaluation_table(const std::vector<Evaluation>& list, const Protocol& protocol) {
     std::string text = fmt::format("protocol: {}\n", protocol_text(protocol));
     std::vector<std::string> header = {"checkpoint", "position", "context",   "loss",
@@ -75,7 +57,7 @@ std::string evaluation_table(const std::vector<Evaluation>& list, const Protocol
                     fmt::format("{:.0f}%", 100 * e.skipped), fmt::format("{:.2f}", e.seconds)});
         rows.push_back(row);
     }
-    text += aligned(rows);
+    text += aligned_table(rows, 2);
 
     // Gates, slopes and masses do not depend on the length: once per checkpoint.
     std::vector<const Evaluation*> with_bias;
@@ -98,20 +80,12 @@ std::string evaluation_table(const std::vector<Evaluation>& list, const Protocol
             }
             figures.push_back(row);
         }
-        text += "\n" + aligned(figures);
+        text += "\n" + aligned_table(figures, 2);
     }
     return text;
 }
 
 // ---------------------------------------------------------------------------------------------------------------
-
-// A cell of a CSV file (RFC 4180).
-static std::string cell(const std::string& text) {
-    if (text.find_first_of(",\"\r\n") == std::string::npos) return text;
-    std::string quoted = "\"";
-    for (char c : text) quoted += c == '"' ? std::string("\"\"") : std::string(1, c);
-    return quoted + "\"";
-}
 
 static std::string number(double value) {
     return fmt::format("{}", value);
@@ -135,16 +109,16 @@ std::string evaluation_csv(const std::vector<Evaluation>& list, const Protocol& 
         ",checkpoint,windows,batches,batch,window_count,eval_seed,targets,targets_scored,disjoint_windows,seconds,"
         "attention_skipped\n";
     for (const Evaluation& e : list) {
-        text += fmt::format("{},{},{},{},{},{},{},{},{},{},{},{},{},{}", cell(e.position), e.train_seed, e.train_len,
-                            e.context, e.max_order, number(e.train_len_loss), number(e.loss), number(e.perplexity),
-                            number(e.delta_loss), number(e.entropy), number(e.effective_support), number(e.mean_lag),
-                            number(e.logit_std), number(e.logit_abs_max));
+        text += fmt::format("{},{},{},{},{},{},{},{},{},{},{},{},{},{}", csv_cell(e.position), e.train_seed,
+                            e.train_len, e.context, e.max_order, number(e.train_len_loss), number(e.loss),
+                            number(e.perplexity), number(e.delta_loss), number(e.entropy), number(e.effective_support),
+                            number(e.mean_lag), number(e.logit_std), number(e.logit_abs_max));
         for (const std::string& name : lag_bias) {
             text += ",";
             for (const auto& figure : e.lag_bias)
                 if (figure.first == name) text += number(figure.second);
         }
-        text += fmt::format(",{},{},{},{},{},{},{},{},{},{},{}\n", cell(e.checkpoint), windows_name(protocol),
+        text += fmt::format(",{},{},{},{},{},{},{},{},{},{},{}\n", csv_cell(e.checkpoint), windows_name(protocol),
                             batch_count(e, protocol), protocol.batch, e.windows, protocol.seed, targets_name(protocol),
                             e.targets_scored, e.disjoint_windows, number(e.seconds), number(e.skipped));
     }
@@ -203,40 +177,23 @@ std::string loss_by_position_csv(const std::vector<Evaluation>& list, const Prot
                 count += e.count_at[static_cast<size_t>(t)];
             }
             if (count == 0) continue;
-            text +=
-                fmt::format("{},{},{},{},{},{},{},{},{},{},{},{}\n", cell(e.checkpoint), cell(e.position), e.context,
-                            begin, end, count, number(sum / static_cast<double>(count)), windows_name(protocol),
-                            e.windows, protocol.seed, targets_name(protocol), e.disjoint_windows);
+            text += fmt::format("{},{},{},{},{},{},{},{},{},{},{},{}\n", csv_cell(e.checkpoint), csv_cell(e.position),
+                                e.context, begin, end, count, number(sum / static_cast<double>(count)),
+                                windows_name(protocol), e.windows, protocol.seed, targets_name(protocol),
+                                e.disjoint_windows);
         }
     return text;
 }
 
 // ---------------------------------------------------------------------------------------------------------------
 
-// A text in a gnuplot string: single quotes are doubled, control characters dropped.
-static std::string plot_text(const std::string& text) {
-    std::string quoted = "'";
-    for (char c : text) {
-        if (c == '\'') quoted += "'";
-        if (static_cast<unsigned char>(c) >= 32) quoted += c;
-    }
-    return quoted + "'";
-}
-
-void check_gnuplot(const std::filesystem::path& svg) {
-    if (std::system("command -v gnuplot >/dev/null 2>&1") != 0)
-        fail("{}: gnuplot, which draws it, is not installed (scripts/setup installs it)", svg.string());
-}
-
 void draw_plot(const std::filesystem::path& svg, const std::vector<Evaluation>& list, const Protocol& protocol) {
     std::vector<std::string> checkpoints;
     for (const Evaluation& e : list)
         if (std::find(checkpoints.begin(), checkpoints.end(), e.checkpoint) == checkpoints.end())
             checkpoints.push_back(e.checkpoint);
-    const std::filesystem::path drawn = svg.string() + ".tmp";  // moved into place when it is whole
     const char* const colours[] = {"#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000"};
     std::string script = "set terminal svg size 900,600 dynamic background rgb 'white' font 'sans-serif,13'\n";
-    script += "set output " + plot_text(drawn.string()) + "\n";
     // The one text in double quotes, for the line break; nothing in it comes from the user.
     script += "set title \"Held-out loss against context length\\n" + protocol_text(protocol) + "\" noenhanced\n";
     script +=
@@ -277,20 +234,7 @@ void draw_plot(const std::filesystem::path& svg, const std::vector<Evaluation>& 
     }
     script += "plot " + plots + "\n";
 
-    FILE* gnuplot = popen("gnuplot >/dev/null 2>&1", "w");
-    if (gnuplot == nullptr) fail("{}: cannot start gnuplot", svg.string());
-    void (*const old_action)(int) = std::signal(SIGPIPE, SIG_IGN);
-    std::fwrite(script.data(), 1, script.size(), gnuplot);
-    const int status = pclose(gnuplot);
-    std::signal(SIGPIPE, old_action);
-    std::error_code error;
-    const bool is_drawn = status == 0 && std::filesystem::exists(drawn) && std::filesystem::file_size(drawn, error) > 0;
-    const std::string picture = is_drawn ? read_file(drawn) : "";
-    std::filesystem::remove(drawn, error);
-    if (!is_drawn || picture.find("</svg>") == std::string::npos)
-        fail("{}: gnuplot could not draw it (exit code {})", svg.string(),
-             WIFEXITED(status) ? WEXITSTATUS(status) : -1);
-    write_file_atomically(svg, picture);
+    draw_svg(svg, script);
 }
 
 }  // namespace jetlag

@@ -22,9 +22,6 @@ std::string evaluation_json(const std::vector<Evaluation>& list, const Protocol&
 // Mean loss per bucket of positions: [0, 1), [1, 2), [2, 4), [4, 8), ... up to the context length.
 std::string loss_by_position_csv(const std::vector<Evaluation>& list, const Protocol& protocol);
 
-// Errors if gnuplot is not installed, naming the picture that wants it.
-void check_gnuplot(const std::filesystem::path& svg);
-
 // Draws loss against context length, one line per checkpoint, with gnuplot. Errors: gnuplot fails.
 void draw_plot(const std::filesystem::path& svg, const std::vector<Evaluation>& list, const Protocol& protocol);
 

@@ -54,7 +54,7 @@ static void box_muller_16(float* data) {
     }
 }
 
-static double scalar_normal(TorchGenerator& generator) {
+double draw_normal(TorchGenerator& generator) {
     if (generator.cached_normal) return *std::exchange(generator.cached_normal, std::nullopt);
     const double u1 = unit_double(generator);
     const double u2 = unit_double(generator);
@@ -67,7 +67,7 @@ static double scalar_normal(TorchGenerator& generator) {
 void fill_normal(TorchGenerator& generator, std::span<float> out) {
     const size_t size = out.size();
     if (size < 16) {
-        for (float& value : out) value = static_cast<float>(scalar_normal(generator));
+        for (float& value : out) value = static_cast<float>(draw_normal(generator));
         return;
     }
     for (float& value : out) value = unit_float(generator);

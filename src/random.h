@@ -28,6 +28,9 @@ void fill_uniform(TorchGenerator& generator, float low, float high, std::span<fl
 // (a ragged end redraws the last 16 values); below 16 it draws pairs in double and keeps the second of a pair.
 void fill_normal(TorchGenerator& generator, std::span<float> out);
 
+// The next value of torch.randn(n, dtype=torch.float64) for n < 16.
+double draw_normal(TorchGenerator& generator);
+
 // torch.randint(low, high, (out.size(),)): low <= value < high. Errors: an empty range.
 void fill_randint(TorchGenerator& generator, int64_t low, int64_t high, std::span<int64_t> out);
 

@@ -61,6 +61,19 @@ JETLAG_DEVICE inline PjLayout pj_layout(const LagBiasSpec& spec) {
     return l;
 }
 
+// The coordinates of LC, for a lag d and the training length L, in float or double: the rapidity eta = asinh(d/L), of
+// which the phase is phi = L eta, and the compressed amplitude beta = d / sqrt(d^2 + L^2) = tanh(eta).
+template <typename Real>
+JETLAG_DEVICE inline Real pj_rapidity(Real d, Real L) {
+    using std::asinh;
+    return asinh(d / L);
+}
+template <typename Real>
+JETLAG_DEVICE inline Real pj_beta(Real d, Real L) {
+    using std::sqrt;
+    return d / sqrt(d * d + L * L);
+}
+
 // Both jet sectors have one form, envelope * sum_r alpha_r basis_r sum_m (re cos - im sin)(omega_m * lag); they
 // differ in the lag (d, or phi), in the basis (x^r / r!, or beta^r), and in the coordinate that damps (x, or phi/L).
 struct PjJet {
@@ -76,8 +89,8 @@ JETLAG_DEVICE inline PjJet pj_fj(const PjLayout& l, double d, double L) {
 }
 
 JETLAG_DEVICE inline PjJet pj_lc(const PjLayout& l, double d, double L) {
-    const double rapidity = asinh(d / L);
-    return {l.lc_alpha, l.lc_re, l.lc_im, l.lc_damping, L * rapidity, rapidity, d / sqrt(d * d + L * L), false};
+    const double rapidity = pj_rapidity(d, L);
+    return {l.lc_alpha, l.lc_re, l.lc_im, l.lc_damping, L * rapidity, rapidity, pj_beta(d, L), false};
 }
 
 JETLAG_DEVICE inline double pj_jet(const PjLayout& l, const PjJet& jet, const double* c) {
@@ -184,8 +197,9 @@ JETLAG_DEVICE inline double pj_sigmoid(double x) {
     return 1 / (1 + exp(-x));
 }
 
-// Softmax of n logits; those whose bit in `enabled` is 0 get weight 0.
-JETLAG_DEVICE inline void pj_softmax(const float* logits, int n, unsigned enabled, double* weights) {
+// Softmax of n logits (float or double); those whose bit in `enabled` is 0 get weight 0.
+template <typename Real>
+JETLAG_DEVICE inline void pj_softmax(const Real* logits, int n, unsigned enabled, double* weights) {
     double largest = -INFINITY;
     for (int i = 0; i < n; i++)
         if ((enabled >> i & 1) && logits[i] > largest) largest = logits[i];
@@ -198,10 +212,11 @@ JETLAG_DEVICE inline void pj_softmax(const float* logits, int n, unsigned enable
 }
 
 // dlogits += the gradient of the softmax; a masked logit has weight 0 and so gradient 0.
-JETLAG_DEVICE inline void pj_softmax_gradient(const double* weights, const double* dweights, int n, float* dlogits) {
+template <typename Real>
+JETLAG_DEVICE inline void pj_softmax_gradient(const double* weights, const double* dweights, int n, Real* dlogits) {
     double mean = 0;
     for (int i = 0; i < n; i++) mean += weights[i] * dweights[i];
-    for (int i = 0; i < n; i++) dlogits[i] += static_cast<float>(weights[i] * (dweights[i] - mean));
+    for (int i = 0; i < n; i++) dlogits[i] += static_cast<Real>(weights[i] * (dweights[i] - mean));
 }
 
 JETLAG_DEVICE inline void pj_coefficients(const LagBiasSpec& spec, const float* parameters, int64_t head, double* c) {
