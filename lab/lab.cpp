@@ -1,5 +1,6 @@
 // lab: the kernel laboratory. Which functions of the lag a basis contains, whether a learner finds the right sector,
 // and what high orders do to norms, caches and retrieval at far lags.
+#include <algorithm>
 #include <charconv>
 #include <chrono>
 #include <cmath>
@@ -28,20 +29,28 @@ struct Options {
     std::string seed, cache_dim, precisions, queries;
 };
 
-std::vector<std::string> split(const std::string& option, const std::string& text) {
+std::vector<std::string> split(const std::string& text) {
     std::vector<std::string> parts;
     for (size_t start = 0; start <= text.size();) {
         const size_t end = std::min(text.find(',', start), text.size());
         parts.push_back(text.substr(start, end - start));
-        if (std::find(parts.begin(), parts.end() - 1, parts.back()) != parts.end() - 1)
-            fail_usage("{}: {} is there twice", option, parts.back());
         start = end + 1;
     }
     return parts;
 }
 
+// Twice the same would give every table two rows with one key. The entries are compared as what they mean: 5.0 is 5.
+template <typename Entry>
+void check_once(const std::string& option, std::vector<Entry> entries) {
+    std::sort(entries.begin(), entries.end());
+    const auto twice = std::adjacent_find(entries.begin(), entries.end());
+    if (twice != entries.end()) fail_usage("{}: {} is there twice", option, *twice);
+}
+
 void read_names(const std::string& option, const std::string& text, std::vector<std::string>& names) {
-    if (!text.empty()) names = split(option, text);
+    if (text.empty()) return;
+    names = split(text);
+    check_once(option, names);
 }
 
 void read_number(const std::string& option, const std::string& text, int64_t min, int64_t max, int64_t& number) {
@@ -68,8 +77,8 @@ double read_cycles(const std::string& text) {
 void read_contexts(const std::string& text, int64_t min, std::vector<int64_t>& contexts) {
     if (!text.empty()) {
         contexts.clear();
-        for (const std::string& part : split("--contexts", text))
-            contexts.push_back(parse_whole("--contexts", part, min, kLongest));
+        for (const std::string& part : split(text)) contexts.push_back(parse_whole("--contexts", part, min, kLongest));
+        check_once("--contexts", contexts);
     }
     std::sort(contexts.begin(), contexts.end());
 }
@@ -83,7 +92,8 @@ void read_damping(const std::string& text, double& damping) {
 void read_all_cycles(const std::string& text, std::vector<double>& cycles) {
     if (text.empty()) return;
     cycles.clear();
-    for (const std::string& part : split("--cycles", text)) cycles.push_back(read_cycles(part));
+    for (const std::string& part : split(text)) cycles.push_back(read_cycles(part));
+    check_once("--cycles", cycles);
 }
 
 FixedSettings read_fixed(const Options& o, FixedSettings s, const std::vector<LagTarget>& known) {
@@ -108,7 +118,8 @@ AdaptiveSettings read_adaptive(const Options& o) {
     read_number("--max-order", o.max_order, 0, kPjMaxOrder, s.max_order);
     if (!o.seeds.empty()) {
         s.seeds.clear();
-        for (const std::string& part : split("--seeds", o.seeds)) s.seeds.push_back(read_seed("--seeds", part));
+        for (const std::string& part : split(o.seeds)) s.seeds.push_back(read_seed("--seeds", part));
+        check_once("--seeds", s.seeds);
     }
     read_number("--steps", o.steps, 0, 10'000'000, s.steps);
     if (!o.lr.empty())

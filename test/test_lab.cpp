@@ -13,6 +13,7 @@
 #include "lab/least_squares.h"
 #include "src/error.h"
 #include "src/files.h"
+#include "src/text_table.h"
 #include "test/support.h"
 
 namespace jetlag {
@@ -431,6 +432,12 @@ TEST(Lab, VariableProjectionFindsTheDesignedSector) {
     }
 }
 
+TEST(Lab, TablesWithRaggedRowsAreRefused) {
+    EXPECT_THROW(aligned_table({{"a"}, {"1", "2"}}, 0), std::logic_error);
+    EXPECT_THROW(aligned_table({{"a", "b"}, {"1"}}, 0), std::logic_error);
+    EXPECT_EQ(aligned_table({{"a", "b"}, {"1", "22"}}, 1), "a   b\n1  22\n");
+}
+
 // A design that lacks rank has the solution of least norm, and its condition number says so.
 TEST(Lab, LeastSquares) {
     Matrix design = make_matrix(4, 2), target = make_matrix(4, 1);
@@ -541,6 +548,10 @@ TEST(LabProgram, SaysWhatIsWrong) {
     const std::vector<Wrong> list = {
         {{"fixed", "--targets", "phase,nothing"}, {"--targets", "nothing", "recency_weak_jet"}},
         {{"fixed", "--targets", "phase,phase"}, {"--targets", "phase is there twice"}},
+        {{"fixed", "--contexts", "64,064"}, {"--contexts", "64 is there twice"}},
+        {{"fixed", "--cycles", "5,5.0"}, {"--cycles", "5 is there twice"}},
+        {{"stability", "--cycles", "17,3,1.7e1"}, {"--cycles", "17 is there twice"}},
+        {{"adaptive", "--seeds", "0,1,00"}, {"--seeds", "0 is there twice"}},
         {{"fixed", "--bases", "jordan_R16"}, {"--bases", "jordan_R16", "scaled_Rk_affine"}},
         {{"fixed", "--bases", "rope,"}, {"--bases"}},
         {{"fixed", "--train-len", "1"}, {"--train-len", "found 1", "from 2 to"}},
