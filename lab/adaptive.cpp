@@ -319,7 +319,9 @@ AdaptiveFit fit_adam(const LagTarget& target, const AdaptiveSettings& settings, 
                                                     train_target, eval, eval_target);
     }
     return *std::min_element(fits.begin(), fits.end(), [&](const AdaptiveFit& a, const AdaptiveFit& b) {
-        return settings.select_by_train ? a.train_mse < b.train_mse : a.eval_mse < b.eval_mse;
+        const double x = settings.select_by_train ? a.train_mse : a.eval_mse;
+        const double y = settings.select_by_train ? b.train_mse : b.eval_mse;
+        return x < y || (std::isnan(y) && !std::isnan(x));
     });
 }
 

@@ -54,6 +54,7 @@ Matrix least_squares(const Matrix& design, const Matrix& targets) {
 double condition_number(const Matrix& matrix) {
     // Of a tall matrix the singular values are those of the triangular factor, which is small.
     EigenMatrix square = view(matrix);
+    if (!square.allFinite()) return NAN;
     if (matrix.rows > matrix.columns) {
         const Eigen::HouseholderQR<EigenMatrix> qr(square);
         square = qr.matrixQR().topRows(matrix.columns).triangularView<Eigen::Upper>();

@@ -11,12 +11,12 @@
 namespace jetlag {
 
 std::string short_number(double value) {
-    return fmt::format("{:.4g}", value);
+    return std::isnan(value) ? "nan" : fmt::format("{:.4g}", value);
 }
 
 static std::string exact_cell(const Json& cell) {
     if (cell.is_string()) return cell.get<std::string>();
-    if (cell.is_number_float()) return fmt::format("{}", cell.get<double>());
+    if (cell.is_number_float()) return std::isnan(cell.get<double>()) ? "nan" : fmt::format("{}", cell.get<double>());
     return cell.dump();
 }
 
@@ -65,6 +65,7 @@ std::string result_text(const LabResult& result) {
         }
         text += "\n" + summary.title + "\n" + aligned_table(rows, text_columns(summary.table));
     }
+    for (size_t i = 0; i < result.notes.size(); i++) text += (i == 0 ? "\nnote: " : "note: ") + result.notes[i] + "\n";
     return text;
 }
 
@@ -211,6 +212,7 @@ std::string result_page(const std::filesystem::path& folder, const std::vector<L
         for (const LabSummary& summary : result.summaries)
             page += "<h3>" + html_text(summary.title) + "</h3>\n<div class=\"wide\">" + html_table(summary.table) +
                     "</div>\n";
+        for (const std::string& note : result.notes) page += "<p>" + html_text(note) + "</p>\n";
         page += "<details><summary>Settings</summary>\n<pre>" + html_text(result.settings.dump(1)) +
                 "</pre></details>\n<details><summary>All numbers</summary>\n<div class=\"wide\">" +
                 html_table(result.table) + "</div></details>\n";

@@ -42,10 +42,11 @@ struct LabResult {
     Json settings;      // everything that the numbers depend on
     LabTable table;     // every number
     std::vector<LabSummary> summaries;
+    std::vector<std::string> notes;  // lines on what a reader must know of the numbers
     std::vector<LabPanel> panels;
 };
 
-// A number for reading: four significant digits.
+// A number for reading: four significant digits; "nan" without a sign.
 std::string short_number(double value);
 
 std::string result_csv(const LabResult& result);

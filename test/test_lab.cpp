@@ -379,6 +379,56 @@ TEST(Lab, RetrievalAtASmallSize) {
     }
 }
 
+// Components that float cannot hold must not pass for errors of zero.
+TEST(Lab, OverflowIsNotAPerfectResult) {
+    CacheSettings cache = cache_defaults();
+    cache.lags.contexts = {256, 32768};
+    cache.lags.cycles = {3};
+    cache.lags.variants = {"raw", "lc"};
+    RetrievalSettings retrieval = retrieval_defaults();
+    retrieval.queries = 4;
+    retrieval.lags = cache.lags;
+    for (int order : {9, 15}) {
+        cache.lags.max_order = retrieval.lags.max_order = order;
+        const LabResult kept = run_cache(cache);
+        const CsvTable keys = table_of(kept);
+        ASSERT_EQ(keys.rows.size(), 4u);
+        for (size_t i = 0; i < keys.rows.size(); i++) {
+            const bool overflows = i == 1;  // raw at 32768
+            EXPECT_EQ(number(keys, i, "nonfinite_count") > 0, overflows) << order;
+            for (const std::string& column : keys.columns)
+                if (column.starts_with("int8") || column.starts_with("int4") || column == "logit_std" ||
+                    column == "key_norm_mean") {
+                    EXPECT_EQ(std::isfinite(number(keys, i, column)), !overflows) << i << " " << column;
+                }
+        }
+        EXPECT_EQ(result_csv(kept).find("-nan"), std::string::npos);
+        ASSERT_EQ(kept.notes.size(), 1u);
+        EXPECT_NE(result_text(kept).find("note: raw at context 32768: "), std::string::npos);
+        const LabResult found = run_retrieval(retrieval);
+        const CsvTable table = table_of(found);
+        size_t bad = 0;
+        for (size_t i = 0; i < table.rows.size(); i++) {
+            const bool is_raw = table.rows[i][0] == "raw";
+            bad += number(table, i, "nonfinite_rows") > 0;
+            if (!is_raw) {
+                EXPECT_EQ(number(table, i, "nonfinite_rows"), 0);
+            }
+            // Scales of infinity leave no row of the quantised features.
+            if (is_raw && table.rows[i][1] != "fp32" && table.rows[i][2] == "32768") {
+                EXPECT_EQ(number(table, i, "nonfinite_rows"), 32767);
+                for (const char* column : {"top1_exact", "within_64", "bucket_accuracy"})
+                    EXPECT_EQ(number(table, i, column), 0) << column;
+                for (const char* column : {"mean_abs_error", "median_abs_error", "mean_margin", "min_margin"})
+                    EXPECT_TRUE(std::isnan(number(table, i, column))) << column;
+            }
+        }
+        EXPECT_GT(bad, 0u);
+        EXPECT_EQ(result_csv(found).find("-nan"), std::string::npos);
+        EXPECT_NE(result_text(found).find("note: raw at context 32768, int8: 32767 of 32767 rows"), std::string::npos);
+    }
+}
+
 TEST(Lab, AdaptiveAtASmallSize) {
     AdaptiveSettings settings = adaptive_defaults();
     settings.train_len = 64;
