@@ -7,6 +7,7 @@
 #include <span>
 
 #include "lab/least_squares.h"
+#include "lab/parallel.h"
 #include "src/error.h"
 #include "src/random.h"
 
@@ -311,13 +312,13 @@ AdaptiveFit fit_adam(const LagTarget& target, const AdaptiveSettings& settings, 
     const std::vector<double> train_target = target_values(target, settings.train_len, settings.train_len, omega);
     const std::vector<double> eval_target = target_values(target, settings.context, settings.train_len, omega);
     std::vector<AdaptiveFit> fits(static_cast<size_t>(settings.restarts));
-#pragma omp parallel for schedule(dynamic)
-    for (int k = 0; k < settings.restarts; k++) {
+    run_jobs(fits.size(), fmt::format("a fit on {} lags", settings.train_len), [&](size_t i) {
+        const int k = static_cast<int>(i);
         const std::vector<double> p =
             adam(initial_parameters(settings, seed, k), train, train_target, settings.steps, settings.lr);
-        fits[static_cast<size_t>(k)] = measure_head(head_of(p, static_cast<size_t>(settings.max_order) + 1), k, train,
-                                                    train_target, eval, eval_target);
-    }
+        fits[i] = measure_head(head_of(p, static_cast<size_t>(settings.max_order) + 1), k, train, train_target, eval,
+                               eval_target);
+    });
     return *std::min_element(fits.begin(), fits.end(), [&](const AdaptiveFit& a, const AdaptiveFit& b) {
         const double x = settings.select_by_train ? a.train_mse : a.eval_mse;
         const double y = settings.select_by_train ? b.train_mse : b.eval_mse;
@@ -506,11 +507,11 @@ LabResult run_adaptive(const AdaptiveSettings& settings) {
     std::vector<const LagTarget*> targets;
     for (const std::string& name : settings.targets) targets.push_back(&find_target("--targets", lag_targets(), name));
     std::vector<AdaptiveFit> all_fits(targets.size() * seeds.size());
-#pragma omp parallel for schedule(dynamic)
-    for (size_t i = 0; i < all_fits.size(); i++) {
+    const int64_t lags = std::max(settings.train_len, settings.context);
+    run_jobs(all_fits.size(), fmt::format("the functions of {} orders at {} lags", orders, lags), [&](size_t i) {
         const LagTarget& target = *targets[i / seeds.size()];
         all_fits[i] = is_adam ? fit_adam(target, settings, seeds[i % seeds.size()]) : fit_varpro(target, settings);
-    }
+    });
     for (size_t k = 0; k < targets.size(); k++) {
         const LagTarget& target = *targets[k];
         const std::span fits = std::span(all_fits).subspan(k * seeds.size(), seeds.size());

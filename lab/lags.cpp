@@ -11,6 +11,7 @@
 #include "lab/float32.h"
 #include "lab/jets.h"
 #include "lab/least_squares.h"
+#include "lab/parallel.h"
 #include "src/error.h"
 #include "src/random.h"
 
@@ -293,9 +294,9 @@ LabResult run_stability(const VariantSettings& settings) {
             for (int64_t context : settings.contexts)
                 jobs.push_back({&find_variant("--variants", name), cycles, context});
     std::vector<StabilityRow> rows(jobs.size());
-#pragma omp parallel for schedule(dynamic)
-    for (size_t i = 0; i < jobs.size(); i++)
+    run_jobs(jobs.size(), fmt::format("the components of {} lags", settings.contexts.back()), [&](size_t i) {
         rows[i] = measure_stability(*jobs[i].variant, settings, jobs[i].cycles, jobs[i].context);
+    });
 
     LabResult result;
     result.name = "stability";
@@ -558,14 +559,13 @@ LabResult run_cache(const CacheSettings& settings) {
     std::vector<const LagVariant*> variants;
     for (const std::string& name : s.variants) variants.push_back(&find_variant("--variants", name));
     std::vector<CacheRow> rows(variants.size() * s.contexts.size());
-#pragma omp parallel for schedule(dynamic)
-    for (size_t v = 0; v < variants.size(); v++) {
+    run_jobs(variants.size(), fmt::format("keys of {} numbers at {} lags", settings.cache_dim, longest), [&](size_t v) {
         const FloatMatrix features = lag_features(*variants[v], s, 0, longest);
         const FloatMatrix keys = product(features, key_mix);
         for (size_t c = 0; c < s.contexts.size(); c++)
             rows[v * s.contexts.size() + c] =
                 measure_cache(variants[v]->name, features, keys, query_mix, s.contexts[c]);
-    }
+    });
     LabSummary summary;
     summary.title = fmt::format("Context {}", s.contexts.back());
     summary.table.columns = {"variant",    "key norm",   "logit std", "int8 cache",
@@ -644,30 +644,36 @@ struct Retrieved {
 // nothing, at an error of NaN.
 static Retrieved retrieve(const FloatMatrix& rows, const FloatMatrix& keys, const Bucket& bucket, int queries) {
     const std::vector<int64_t> lags = evenly_spaced(bucket.first, bucket.last, queries);
-    FloatMatrix asked = make_float_matrix(queries, rows.columns);
-    for (size_t q = 0; q < lags.size(); q++)
-        std::copy_n(rows.values.begin() + (lags[q] - 1) * rows.columns, rows.columns,
-                    asked.values.begin() + static_cast<int64_t>(q) * rows.columns);
-    const FloatMatrix scores = product(asked, keys);
     std::vector<int64_t> found(lags.size()), ties(lags.size());
     std::vector<float> target(lags.size()), other(lags.size());
+    // So many queries at a time that their scores stay below 64 MiB.
+    const int64_t block = std::clamp<int64_t>((int64_t{1} << 24) / keys.columns, 1, queries);
+    FloatMatrix scores;
+    for (int64_t first = 0; first < queries; first += block) {
+        FloatMatrix asked = make_float_matrix(std::min(block, queries - first), rows.columns);
+        for (int64_t i = 0; i < asked.rows; i++)
+            std::copy_n(rows.values.begin() + (lags[static_cast<size_t>(first + i)] - 1) * rows.columns, rows.columns,
+                        asked.values.begin() + i * rows.columns);
+        scores = product(asked, keys);
 #pragma omp parallel for schedule(static)
-    for (size_t q = 0; q < lags.size(); q++) {
-        const float* row = &scores.values[q * static_cast<size_t>(scores.columns)];
-        const int64_t own = lags[q] - 1;
-        target[q] = row[own];
-        const float threshold = target[q] - 1e-6f;
-        int64_t best = 0, count = 0;
-        float second = -INFINITY;
-        for (int64_t i = 0; i < scores.columns; i++) {
-            // NaN counts as larger than every number.
-            if (!(row[i] <= row[best]) && !std::isnan(row[best])) best = i;
-            if (!(row[i] <= second) && !std::isnan(second) && i != own) second = row[i];
-            count += row[i] >= threshold;
+        for (int64_t j = 0; j < asked.rows; j++) {
+            const size_t q = static_cast<size_t>(first + j);
+            const float* row = &scores.values[static_cast<size_t>(j * scores.columns)];
+            const int64_t own = lags[q] - 1;
+            target[q] = row[own];
+            const float threshold = target[q] - 1e-6f;
+            int64_t best = 0, count = 0;
+            float second = -INFINITY;
+            for (int64_t i = 0; i < scores.columns; i++) {
+                // NaN counts as larger than every number.
+                if (!(row[i] <= row[best]) && !std::isnan(row[best])) best = i;
+                if (!(row[i] <= second) && !std::isnan(second) && i != own) second = row[i];
+                count += row[i] >= threshold;
+            }
+            found[q] = best + 1;
+            other[q] = second;
+            ties[q] = count;
         }
-        found[q] = best + 1;
-        other[q] = second;
-        ties[q] = count;
     }
     Retrieved out = {};
     out.bucket = bucket;
@@ -757,8 +763,8 @@ LabResult run_retrieval(const RetrievalSettings& settings) {
     for (const std::string& name : s.variants) variants.push_back(&find_variant("--variants", name));
     for (const std::string& name : settings.precisions) bits.push_back(precision_bits(name));
     std::vector<std::vector<Retrieved>> found(variants.size());
-#pragma omp parallel for schedule(dynamic)
-    for (size_t v = 0; v < variants.size(); v++) {
+    const int64_t F = static_cast<int64_t>(s.cycles.size()) * 2 * (s.max_order + 1);
+    run_jobs(variants.size(), fmt::format("{} features at {} lags", F, longest), [&](size_t v) {
         const FloatMatrix all = lag_features(*variants[v], s, 1, longest);
         for (size_t p = 0; p < bits.size(); p++)
             for (int64_t T : s.contexts) {
@@ -773,8 +779,7 @@ LabResult run_retrieval(const RetrievalSettings& settings) {
                     found[v].back().nonfinite_rows = nonfinite_rows;
                 }
             }
-    }
-    const int64_t F = static_cast<int64_t>(s.cycles.size()) * 2 * (s.max_order + 1);
+    });
     for (size_t v = 0; v < variants.size(); v++) {
         const std::string name = variants[v]->name;
         for (size_t p = 0; p < bits.size(); p++) {

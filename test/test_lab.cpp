@@ -1,5 +1,7 @@
 // The kernel laboratory: against the study's numbers, against values computed independently at small sizes, and as its
 // user meets it.
+#include <sys/resource.h>
+
 #include <algorithm>
 #include <cmath>
 #include <map>
@@ -11,6 +13,7 @@
 #include "lab/float32.h"
 #include "lab/lags.h"
 #include "lab/least_squares.h"
+#include "lab/parallel.h"
 #include "src/error.h"
 #include "src/files.h"
 #include "src/text_table.h"
@@ -488,6 +491,19 @@ TEST(Lab, TablesWithRaggedRowsAreRefused) {
     EXPECT_EQ(aligned_table({{"a", "b"}, {"1", "22"}}, 1), "a   b\n1  22\n");
 }
 
+TEST(Lab, AJobThatFailsFailsTheLoop) {
+    try {
+        run_jobs(50, "a table of 50 rows", [](size_t i) {
+            if (i % 7 == 3) throw std::bad_alloc();
+        });
+        FAIL();
+    } catch (const Error& e) {
+        EXPECT_EQ(std::string(e.what()), "no memory for a table of 50 rows");
+        EXPECT_EQ(e.exit_code, kExitFailed);
+    }
+    EXPECT_THROW(run_jobs(5, "", [](size_t i) { fail("{}", i); }), Error);
+}
+
 // A design that lacks rank has the solution of least norm, and its condition number says so.
 TEST(Lab, LeastSquares) {
     Matrix design = make_matrix(4, 2), target = make_matrix(4, 1);
@@ -587,6 +603,28 @@ TEST(LabProgram, AllReproducesTheStudyOnOnePage) {
     if (!__builtin_cpu_supports("fma")) GTEST_SKIP() << "without FMA the last bits of retrieval differ";
 #endif
     expect_published_retrieval(read_csv(read_file(folder.path / "retrieval.csv"), "retrieval"));
+}
+
+// Queries times lags would be 256 GiB of scores; they are worked through in blocks. What is too large all the same is
+// an error, not a crash.
+TEST(LabProgram, NeedsLittleMemoryOrSaysWhatItWanted) {
+    if (!test::is_fast_build()) GTEST_SKIP() << "address space limits do not suit the sanitizers";
+    TemporaryFolder folder;
+    const auto limit = [] {
+        const rlimit bytes = {1500u << 20, 1500u << 20};
+        setrlimit(RLIMIT_AS, &bytes);
+    };
+    const Texts one = {"--variants", "lc", "--train-len", "64", "--cycles", "3", "--max-order", "0"};
+    Texts arguments = {"retrieval",    "--out", folder.path / "a", "--contexts", "16384",
+                       "--precisions", "fp32",  "--queries",       "65536"};
+    arguments.insert(arguments.end(), one.begin(), one.end());
+    test::RunningProgram fits = test::start_program("lab", arguments, {}, limit);
+    const test::ProgramResult good = wait_for_program(fits);
+    EXPECT_EQ(good.exit_code, kExitGood) << good.err;
+    arguments = {"cache", "--out", folder.path / "b", "--contexts", "1048576", "--cache-dim", "4096"};
+    arguments.insert(arguments.end(), one.begin(), one.end());
+    test::RunningProgram large = test::start_program("lab", arguments, {}, limit);
+    expect_error(wait_for_program(large), "lab", kExitFailed, {"no memory for keys of 4096 numbers at 1048576 lags"});
 }
 
 TEST(LabProgram, SaysWhatIsWrong) {
