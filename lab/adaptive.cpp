@@ -495,6 +495,15 @@ LabResult run_adaptive(const AdaptiveSettings& settings) {
     summary.table.columns = {"target", "FJ", "affine", "LC"};
     for (size_t r = 0; r < orders; r++) summary.table.columns.push_back(fmt::format("order {}", r));
     summary.table.columns.insert(summary.table.columns.end(), {"dominant", "damping", "train MSE", "eval MSE"});
+    summary.numbers.columns = {"target", "dominant_order"};
+    const auto name_numbers = [&](const std::string& column) {
+        summary.numbers.columns.push_back(column + "_mean");
+        if (is_adam) summary.numbers.columns.push_back(column + "_spread");
+    };
+    for (const char* sector : {"fj", "affine", "lc"})
+        name_numbers((is_adam ? "gate_" : "energy_") + std::string(sector));
+    for (size_t r = 0; r < orders; r++) name_numbers(fmt::format("normalized_order_mass_r{}", r));
+    for (const char* column : {"damping", "train_mse", "eval_mse"}) name_numbers(column);
     LabPanel sectors, masses;
     sectors.title = is_adam ? "Gates" : "Energy of the sectors";
     masses.title = "Effective mass of the orders";
@@ -544,15 +553,25 @@ LabResult run_adaptive(const AdaptiveSettings& settings) {
             for (const AdaptiveFit& fit : fits) values.push_back(value(fit));
             return mean_and_spread(values);
         };
-        std::vector<Json> line = {target.name};
-        const auto put = [&](std::pair<double, double> of, int digits) {
-            line.push_back(is_adam ? fmt::format("{:.{}f} ({:.{}f})", of.first, digits, of.second, digits)
-                                   : fmt::format("{:.{}f}", of.first, digits));
+        std::vector<Json> line = {target.name}, numbers;
+        const auto put_numbers = [&](std::pair<double, double> of) {
+            numbers.push_back(of.first);
+            if (is_adam) numbers.push_back(of.second);
+        };
+        // A share with three decimals; another number with four digits, its spread with two.
+        const auto put_share = [&](std::pair<double, double> of) {
+            line.push_back(is_adam ? fmt::format("{:.3f} ({:.3f})", of.first, of.second)
+                                   : fmt::format("{:.3f}", of.first));
+            put_numbers(of);
+        };
+        const auto put = [&](std::pair<double, double> of) {
+            line.push_back(is_adam ? Json(fmt::format("{:.4g} ({:.2g})", of.first, of.second)) : Json(of.first));
+            put_numbers(of);
         };
         for (int s = 0; s < kPjSectorCount; s++) {
             const auto of =
                 over_seeds([&](const AdaptiveFit& fit) { return is_adam ? fit.gate[s] : fit.sector_energy[s]; });
-            put(of, 3);
+            put_share(of);
             sectors.series[static_cast<size_t>(s)].x.push_back(static_cast<double>(k));
             sectors.series[static_cast<size_t>(s)].y.push_back(of.first);
         }
@@ -560,7 +579,7 @@ LabResult run_adaptive(const AdaptiveSettings& settings) {
         double largest = 0;
         for (size_t r = 0; r < orders; r++) {
             const auto of = over_seeds([&](const AdaptiveFit& fit) { return fit.order_mass[r]; });
-            put(of, 3);
+            put_share(of);
             masses.series[r].x.push_back(static_cast<double>(k));
             masses.series[r].y.push_back(of.first);
             if (of.first > largest) {
@@ -569,10 +588,12 @@ LabResult run_adaptive(const AdaptiveSettings& settings) {
             }
         }
         line.push_back(dominant);
-        line.push_back(over_seeds([](const AdaptiveFit& fit) { return fit.damping; }).first);
-        line.push_back(over_seeds([](const AdaptiveFit& fit) { return fit.train_mse; }).first);
-        line.push_back(over_seeds([](const AdaptiveFit& fit) { return fit.eval_mse; }).first);
+        put(over_seeds([](const AdaptiveFit& fit) { return fit.damping; }));
+        put(over_seeds([](const AdaptiveFit& fit) { return fit.train_mse; }));
+        put(over_seeds([](const AdaptiveFit& fit) { return fit.eval_mse; }));
         summary.table.rows.push_back(line);
+        numbers.insert(numbers.begin(), {target.name, dominant});
+        summary.numbers.rows.push_back(numbers);
     }
     result.summaries = {summary};
     result.panels = {sectors, masses};

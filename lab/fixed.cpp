@@ -305,6 +305,7 @@ LabResult run_projection(const FixedSettings& settings) {
             result.summaries.push_back(mse_summary(rows, settings, cycles, context));
             result.panels.push_back(mse_panel(rows, settings, cycles, context));
         }
+    result.summaries.push_back(best_summary(rows, settings));
     return result;
 }
 

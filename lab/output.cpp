@@ -39,14 +39,27 @@ std::string result_csv(const LabResult& result) {
     return text;
 }
 
-std::string result_json(const LabResult& result) {
+static Json rows_json(const LabTable& table) {
     Json rows = Json::array();
-    for (const auto& row : result.table.rows) {
+    for (const auto& row : table.rows) {
         Json object = Json::object();
-        for (size_t c = 0; c < row.size(); c++) object[result.table.columns[c]] = row[c];
+        for (size_t c = 0; c < row.size(); c++) object[table.columns[c]] = row[c];
         rows.push_back(object);
     }
-    return Json{{"diagnostic", result.name}, {"settings", result.settings}, {"rows", rows}}.dump(1) + "\n";
+    return rows;
+}
+
+std::string result_json(const LabResult& result) {
+    Json summaries = Json::array();
+    for (const LabSummary& summary : result.summaries) {
+        const LabTable& table = summary.numbers.columns.empty() ? summary.table : summary.numbers;
+        summaries.push_back({{"title", summary.title}, {"rows", rows_json(table)}});
+    }
+    Json document = {{"diagnostic", result.name}, {"settings", result.settings}};
+    document["summaries"] = summaries;
+    document["notes"] = result.notes;
+    document["rows"] = rows_json(result.table);
+    return document.dump(1) + "\n";
 }
 
 static size_t text_columns(const LabTable& table) {

@@ -34,6 +34,7 @@ struct LabPanel {
 struct LabSummary {
     std::string title;
     LabTable table;
+    LabTable numbers;  // for the JSON, where cells of `table` are texts of several numbers; empty: `table`
 };
 
 struct LabResult {
@@ -51,7 +52,8 @@ std::string short_number(double value);
 
 std::string result_csv(const LabResult& result);
 
-// {"diagnostic": NAME, "settings": {...}, "rows": [{column: value, ...}, ...]}; a number that is not finite is null.
+// {"diagnostic": NAME, "settings": {...}, "summaries": [{"title": TITLE, "rows": [...]}, ...], "notes": [...],
+// "rows": [{column: value, ...}, ...]}; a number that is not finite is null.
 std::string result_json(const LabResult& result);
 
 // The summaries as aligned tables.

@@ -504,6 +504,71 @@ TEST(Lab, AJobThatFailsFailsTheLoop) {
     EXPECT_THROW(run_jobs(5, "", [](size_t i) { fail("{}", i); }), Error);
 }
 
+// Mean and spread over seeds, recomputed from the rows.
+TEST(Lab, SummariesOfTheLearnerInTheJson) {
+    AdaptiveSettings settings = adaptive_defaults();
+    settings.targets = {"second_jet", "lc_affine"};
+    settings.train_len = 64;
+    settings.context = 256;
+    settings.cycles = 3;
+    settings.seeds = {0, 3, 9};
+    settings.steps = 40;
+    settings.restarts = 4;
+    const json document = json::parse(result_json(run_adaptive(settings)));
+    const json &summary = document.at("summaries").at(0).at("rows"), &rows = document.at("rows");
+    ASSERT_EQ(summary.size(), 2u);
+    ASSERT_EQ(rows.size(), 6u);
+    for (size_t k = 0; k < 2; k++) {
+        EXPECT_EQ(summary[k].at("target"), settings.targets[k]);
+        double largest = 0;
+        int dominant = -1;
+        for (const std::string column :
+             {"gate_fj", "gate_affine", "gate_lc", "normalized_order_mass_r0", "normalized_order_mass_r1",
+              "normalized_order_mass_r2", "normalized_order_mass_r3", "damping", "train_mse", "eval_mse"}) {
+            double mean = 0, squares = 0;
+            for (size_t i = 0; i < 3; i++) mean += rows[3 * k + i].at(column).get<double>() / 3;
+            for (size_t i = 0; i < 3; i++) squares += std::pow(rows[3 * k + i].at(column).get<double>() - mean, 2);
+            expect_relative(summary[k].at(column + "_mean"), mean, 1e-12, column);
+            expect_relative(summary[k].at(column + "_spread"), std::sqrt(squares / 2), 1e-9, column);
+            if (column.starts_with("normalized") && mean > largest) {
+                largest = mean;
+                dominant = column.back() - '0';
+            }
+        }
+        EXPECT_EQ(summary[k].at("dominant_order"), dominant);
+    }
+}
+
+TEST(Lab, BestBasesInTheJson) {
+    for (bool is_projection : {false, true}) {
+        FixedSettings settings = is_projection ? projection_defaults() : fixed_defaults();
+        settings.train_len = 64;
+        settings.contexts = {64, 256};
+        settings.cycles = {3, 5};
+        const json document = json::parse(result_json(is_projection ? run_projection(settings) : run_fixed(settings)));
+        const json& best = document.at("summaries").back().at("rows");
+        ASSERT_EQ(best.size(), 2 * settings.targets.size());
+        for (const json& found : best) {
+            double least = INFINITY;
+            for (const json& row : document.at("rows"))
+                if (row.at("target") == found.at("target") && row.at("omega_cycles") == found.at("cycles") &&
+                    row.at("eval_len") == 256) {
+                    least = std::min(least, row.at("mse").get<double>());
+                    if (row.at("basis") == found.at("best basis")) {
+                        EXPECT_EQ(row.at("mse"), found.at("MSE"));
+                    }
+                }
+            EXPECT_LE(found.at("MSE").get<double>(), std::max(least, 1e-20)) << found.dump();
+        }
+        // Of the bases that hold a target the smallest.
+        EXPECT_EQ(best[0].at("target"), "phase");
+        EXPECT_EQ(best[0].at("best basis"), is_projection ? "grape_m_rope" : "rope");
+        const json& jet = best[is_projection ? 3 : 4];
+        EXPECT_EQ(jet.at("target"), is_projection ? "second_jet" : "third_jet");
+        EXPECT_EQ(jet.at("best basis"), is_projection ? "pj_fj_R2" : "scaled_R3");
+    }
+}
+
 // A design that lacks rank has the solution of least norm, and its condition number says so.
 TEST(Lab, LeastSquares) {
     Matrix design = make_matrix(4, 2), target = make_matrix(4, 1);
