@@ -181,18 +181,23 @@ Layout make_layout(size_t orders) {
     return l;
 }
 
-// Amplitudes are 0.05 times the draws of torch.randn in float64, in the order re and im of FJ, re and im of LC.
+constexpr uint64_t kRestartSeedStep = 7919;
+
+// Amplitudes are their deviation times the draws of torch.randn in float64, in the order re and im of FJ, re and im of
+// LC.
 std::vector<double> initial_parameters(const AdaptiveSettings& settings, uint64_t seed, int restart) {
     const size_t orders = static_cast<size_t>(settings.max_order) + 1;
     const Layout l = make_layout(orders);
     std::vector<double> p(l.count, 0.0);
-    p[l.gate + kPjAffine] = p[l.gate + kPjLc] = -0.2;
+    for (size_t s = 0; s < kPjSectorCount; s++) p[l.gate + s] = settings.start_gates[s];
     if (settings.favour_orders)
         for (size_t r = 0; r < orders; r++)
-            p[l.fj_alpha + r] = p[l.lc_alpha + r] = r == static_cast<size_t>(restart) % orders ? 2 : -2;
-    TorchGenerator generator = make_generator(seed + 7919 * static_cast<uint64_t>(restart));
-    for (size_t i = l.fj_re; i < l.damping; i++) p[i] = 0.05 * draw_normal(generator);
-    p[l.damping] = -2;
+            p[l.fj_alpha + r] = p[l.lc_alpha + r] =
+                r == static_cast<size_t>(restart) % orders ? settings.favour : -settings.favour;
+    TorchGenerator generator = make_generator(seed + kRestartSeedStep * static_cast<uint64_t>(restart));
+    for (size_t i = l.fj_re; i < l.damping; i++) p[i] = settings.start_amplitude * draw_normal(generator);
+    p[l.damping] = settings.start_damping;
+    p[l.slope] = settings.start_slope;
     return p;
 }
 
@@ -286,18 +291,20 @@ void mse_gradient(const std::vector<double>& p, const Functions& f, const std::v
     dp[l.slope] = gate[kPjAffine] * dslope_product;
 }
 
+constexpr double kAdamEps = 1e-8;
+
 // Adam (Kingma and Ba 2015), as torch.optim.Adam computes it.
-std::vector<double> adam(std::vector<double> p, const Functions& f, const std::vector<double>& target, int64_t steps,
-                         double lr) {
-    const double beta1 = 0.9, beta2 = 0.999, eps = 1e-8;
+std::vector<double> adam(std::vector<double> p, const Functions& f, const std::vector<double>& target,
+                         const AdaptiveSettings& settings) {
+    const double beta1 = settings.beta1, beta2 = settings.beta2, lr = settings.lr;
     std::vector<double> m(p.size(), 0.0), v(p.size(), 0.0), dp(p.size()), scratch(2 * target.size());
-    for (int64_t step = 1; step <= steps; step++) {
+    for (int64_t step = 1; step <= settings.steps; step++) {
         mse_gradient(p, f, target, dp, scratch);
         const double correction1 = 1 - std::pow(beta1, step), correction2 = 1 - std::pow(beta2, step);
         for (size_t i = 0; i < p.size(); i++) {
             m[i] += (dp[i] - m[i]) * (1 - beta1);
             v[i] = v[i] * beta2 + dp[i] * dp[i] * (1 - beta2);
-            p[i] -= lr / correction1 * (m[i] / (std::sqrt(v[i]) / std::sqrt(correction2) + eps));
+            p[i] -= lr / correction1 * (m[i] / (std::sqrt(v[i]) / std::sqrt(correction2) + kAdamEps));
         }
     }
     return p;
@@ -314,8 +321,7 @@ AdaptiveFit fit_adam(const LagTarget& target, const AdaptiveSettings& settings, 
     std::vector<AdaptiveFit> fits(static_cast<size_t>(settings.restarts));
     run_jobs(fits.size(), fmt::format("a fit on {} lags", settings.train_len), [&](size_t i) {
         const int k = static_cast<int>(i);
-        const std::vector<double> p =
-            adam(initial_parameters(settings, seed, k), train, train_target, settings.steps, settings.lr);
+        const std::vector<double> p = adam(initial_parameters(settings, seed, k), train, train_target, settings);
         fits[i] = measure_head(head_of(p, static_cast<size_t>(settings.max_order) + 1), k, train, train_target, eval,
                                eval_target);
     });
@@ -385,12 +391,15 @@ Head solve_products(const Functions& f, const std::vector<double>& target, const
     return head;
 }
 
+// Of the search, and what counts as no error, as a share of the target's mean square.
+constexpr double kLargestDamping = 4, kDampingStep = 0.1, kRounding = 1e-24;
+
 // The damping of least training MSE: a grid, then golden sections between the neighbours of its best point. Where the
 // target is in the space the MSE falls to rounding at the true damping, and the search sees it to some 1e-13.
 Head search_damping(const Functions& f, const std::vector<double>& target, const Subspace& space, double& best_mse) {
     Head best = solve_products(f, target, space, 0, best_mse);
     if (!(space.sectors >> kPjFj & 1)) return best;
-    const double step = 0.1, last = 4;
+    const double step = kDampingStep, last = kLargestDamping;
     const auto try_damping = [&](double damping) {
         double mse;
         const Head head = solve_products(f, target, space, damping, mse);
@@ -439,7 +448,7 @@ AdaptiveFit fit_varpro(const LagTarget& target, const AdaptiveSettings& settings
             spaces.push_back({sectors, orders});
     std::stable_sort(spaces.begin(), spaces.end(),
                      [](const Subspace& a, const Subspace& b) { return subspace_size(a) < subspace_size(b); });
-    const double rounding = 1e-24 * mean_square(train_target);
+    const double rounding = kRounding * mean_square(train_target);
     Head head;
     for (const Subspace& space : spaces) {
         double mse;
@@ -454,12 +463,25 @@ AdaptiveFit fit_varpro(const LagTarget& target, const AdaptiveSettings& settings
 static Json settings_json(const AdaptiveSettings& s) {
     Json json = {{"targets", s.targets},     {"train_len", s.train_len}, {"eval_len", s.context},
                  {"omega_cycles", s.cycles}, {"max_order", s.max_order}, {"solver", "varpro"}};
-    if (s.solver == AdaptiveSolver::varpro) return json;
+    if (s.solver == AdaptiveSolver::varpro) {
+        json["damping_range"] = {0, kLargestDamping};
+        json["damping_step"] = kDampingStep;
+        json["relative_rounding"] = kRounding;
+        return json;
+    }
     json["solver"] = "adam";
     json["seeds"] = s.seeds;
     json["steps"] = s.steps;
     json["lr"] = s.lr;
+    json["betas"] = {s.beta1, s.beta2};
+    json["eps"] = kAdamEps;
     json["restarts"] = s.restarts;
+    json["restart_seed_step"] = kRestartSeedStep;
+    json["start_gates"] = s.start_gates;
+    json["start_amplitude"] = s.start_amplitude;
+    json["start_raw_damping"] = s.start_damping;
+    json["start_slope"] = s.start_slope;
+    if (s.favour_orders) json["favoured_order_logit"] = s.favour;
     json["order_init_cycle"] = s.favour_orders;
     json["selection_metric"] = s.select_by_train ? "train_mse" : "eval_mse";
     return json;

@@ -25,7 +25,7 @@ struct Options {
     std::string out;
     bool force = false;
     std::string train_len, contexts, cycles, damping, max_order, targets, bases, variants;
-    std::string seeds, steps, lr, restarts, select, start, solver;
+    std::string seeds, steps, lr, restarts, select, start, solver, betas, favour, gates, amplitude, raw_damping, slope;
     std::string seed, cache_dim, precisions, queries;
 };
 
@@ -108,14 +108,17 @@ FixedSettings read_fixed(const Options& o, FixedSettings s, const std::vector<La
     return s;
 }
 
-AdaptiveSettings read_adaptive(const Options& o) {
-    AdaptiveSettings s = adaptive_defaults();
-    read_names("--targets", o.targets, s.targets);
-    for (const std::string& name : s.targets) find_target("--targets", lag_targets(), name);
-    read_number("--train-len", o.train_len, 2, kLongest, s.train_len);
-    read_number("--context", o.contexts, 1, kLongest, s.context);
-    if (!o.cycles.empty()) s.cycles = read_cycles(o.cycles);
-    read_number("--max-order", o.max_order, 0, kPjMaxOrder, s.max_order);
+double read_finite(const std::string& option, const std::string& text) {
+    return parse_real(
+        option, text, [](double x) { return std::fabs(x) <= 100; }, "a number from -100 to 100");
+}
+
+void read_finite(const std::string& option, const std::string& text, double& number) {
+    if (!text.empty()) number = read_finite(option, text);
+}
+
+// How Adam starts and goes.
+void read_adam(const Options& o, AdaptiveSettings& s) {
     if (!o.seeds.empty()) {
         s.seeds.clear();
         for (const std::string& part : split(o.seeds)) s.seeds.push_back(read_seed("--seeds", part));
@@ -125,6 +128,13 @@ AdaptiveSettings read_adaptive(const Options& o) {
     if (!o.lr.empty())
         s.lr = parse_real(
             "--lr", o.lr, [](double x) { return x > 0 && x <= 10; }, "a number above 0, at most 10");
+    if (!o.betas.empty()) {
+        const std::vector<std::string> parts = split(o.betas);
+        if (parts.size() != 2) fail_usage("--betas: found {}, wanted two numbers, as 0.9,0.999", o.betas);
+        for (size_t i = 0; i < 2; i++)
+            (i == 0 ? s.beta1 : s.beta2) = parse_real(
+                "--betas", parts[i], [](double x) { return x >= 0 && x < 1; }, "numbers from 0 to below 1");
+    }
     read_number("--restarts", o.restarts, 1, 1000, s.restarts);
     if (!o.select.empty()) {
         if (o.select != "train" && o.select != "eval") fail_usage("--select {}: wanted train or eval", o.select);
@@ -134,10 +144,51 @@ AdaptiveSettings read_adaptive(const Options& o) {
         if (o.start != "favoured" && o.start != "even") fail_usage("--start {}: wanted favoured or even", o.start);
         s.favour_orders = o.start == "favoured";
     }
+    if (!s.favour_orders && !o.favour.empty()) fail_usage("--favour: with --start even no order is favoured");
+    read_finite("--favour", o.favour, s.favour);
+    if (!o.gates.empty()) {
+        const std::vector<std::string> parts = split(o.gates);
+        if (parts.size() != kPjSectorCount)
+            fail_usage("--gates: found {}, wanted three logits (FJ, affine, LC), as 0,-0.2,-0.2", o.gates);
+        for (size_t i = 0; i < parts.size(); i++) s.start_gates[i] = read_finite("--gates", parts[i]);
+    }
+    if (!o.amplitude.empty())
+        s.start_amplitude = parse_real(
+            "--amplitude", o.amplitude, [](double x) { return x >= 0 && x <= 100; }, "a number from 0 to 100");
+    read_finite("--raw-damping", o.raw_damping, s.start_damping);
+    read_finite("--slope", o.slope, s.start_slope);
+}
+
+AdaptiveSettings read_adaptive(const Options& o) {
+    AdaptiveSettings s = adaptive_defaults();
+    read_names("--targets", o.targets, s.targets);
+    for (const std::string& name : s.targets) find_target("--targets", lag_targets(), name);
+    read_number("--train-len", o.train_len, 2, kLongest, s.train_len);
+    read_number("--context", o.contexts, 1, kLongest, s.context);
+    if (!o.cycles.empty()) s.cycles = read_cycles(o.cycles);
+    read_number("--max-order", o.max_order, 0, kPjMaxOrder, s.max_order);
     if (!o.solver.empty()) {
         if (o.solver != "adam" && o.solver != "varpro") fail_usage("--solver {}: wanted adam or varpro", o.solver);
         s.solver = o.solver == "adam" ? AdaptiveSolver::adam : AdaptiveSolver::varpro;
     }
+    if (s.solver == AdaptiveSolver::adam) {
+        read_adam(o, s);
+        return s;
+    }
+    const std::pair<const char*, const std::string&> of_adam[] = {{"--seeds", o.seeds},
+                                                                  {"--steps", o.steps},
+                                                                  {"--lr", o.lr},
+                                                                  {"--betas", o.betas},
+                                                                  {"--restarts", o.restarts},
+                                                                  {"--select", o.select},
+                                                                  {"--start", o.start},
+                                                                  {"--favour", o.favour},
+                                                                  {"--gates", o.gates},
+                                                                  {"--amplitude", o.amplitude},
+                                                                  {"--raw-damping", o.raw_damping},
+                                                                  {"--slope", o.slope}};
+    for (const auto& [option, text] : of_adam)
+        if (!text.empty()) fail_usage("{}: is an option of Adam, --solver varpro has none of it", option);
     return s;
 }
 
@@ -217,7 +268,10 @@ int run(int argc, char** argv) {
     app.require_subcommand(0, 1);
     Options o;
     const auto add = [&](CLI::App* sub, const char* option, std::string& text, const std::string& meaning) {
-        sub->add_option(option, text, meaning)->allow_extra_args(false);
+        const auto check = [](const std::string& value) {
+            return std::string(value.empty() ? "found an empty text, wanted a value" : "");
+        };
+        sub->add_option(option, text, meaning)->allow_extra_args(false)->check(check, "");
     };
     const auto subcommand = [&](const char* name, const char* meaning) {
         CLI::App* sub = app.add_subcommand(name, meaning);
@@ -260,6 +314,12 @@ int run(int argc, char** argv) {
     add(adaptive, "--restarts", o.restarts, "Adam: restarts for each seed (4)");
     add(adaptive, "--start", o.start,
         "Adam: order logits at the start: favoured (one order each restart) or even (favoured)");
+    add(adaptive, "--favour", o.favour, "Adam: logit of the favoured order; minus this elsewhere (2)");
+    add(adaptive, "--gates", o.gates, "Adam: gate logits at the start, FJ, affine, LC (0,-0.2,-0.2)");
+    add(adaptive, "--amplitude", o.amplitude, "Adam: standard deviation of the amplitudes at the start (0.05)");
+    add(adaptive, "--raw-damping", o.raw_damping, "Adam: damping at the start, before softplus (-2)");
+    add(adaptive, "--slope", o.slope, "Adam: affine slope at the start (0)");
+    add(adaptive, "--betas", o.betas, "Adam: decay of the moments (0.9,0.999)");
     add(adaptive, "--select", o.select, "Adam: keep the restart of least MSE on train or eval lags (train)");
     CLI::App* stability = subcommand("stability", "norms, phases and quantisation of jets at far lags (Table 5)");
     add_lags(stability, "lengths T (1024,2048,4096,8192,16384,32768)", "cycles per L (17)");

@@ -164,7 +164,10 @@ static double quantisation_error(const std::vector<double>& x, size_t groups, in
     return size == 0 ? 0 : std::sqrt(error / size);
 }
 
-// For angles on the circle: the share that has another within 1e-3, and the median distance to the nearest.
+constexpr double kCollision = 1e-3;   // radians
+constexpr int64_t kFarSample = 4096;  // lags
+
+// For angles on the circle: the share that has another within kCollision, and the median distance to the nearest.
 static void wrapped_distances(std::vector<double> angles, double& collisions, double& median) {
     const double circle = 2 * std::numbers::pi;
     for (double& angle : angles) {
@@ -179,7 +182,7 @@ static void wrapped_distances(std::vector<double> angles, double& collisions, do
     size_t close = 0;
     for (size_t i = 0; i < n; i++) {
         nearest[i] = std::min(gap[i], gap[(i + n - 1) % n]);
-        close += nearest[i] < 1e-3;
+        close += nearest[i] < kCollision;
     }
     collisions = static_cast<double>(close) / static_cast<double>(n);
     std::nth_element(nearest.begin(), nearest.begin() + static_cast<int64_t>((n - 1) / 2), nearest.end());
@@ -258,14 +261,14 @@ StabilityRow measure_stability(const LagVariant& variant, const VariantSettings&
     size_t close = 0;
     for (size_t t = half; t + 1 < lags; t++) {
         row.phase_ratio_far_mean += psi[t + 1] - psi[t];
-        close += std::fabs(omega * (psi[t + 1] - psi[t])) < 1e-3;
+        close += std::fabs(omega * (psi[t + 1] - psi[t])) < kCollision;
     }
     const double far_steps = static_cast<double>(lags - 1 - half);
     row.phase_ratio_far_mean /= far_steps;
     row.local_collisions = static_cast<double>(close) / far_steps;
     row.far_phase_span = omega * (psi[lags - 1] - psi[half]);
 
-    const int64_t far = T - static_cast<int64_t>(half), sample = std::min<int64_t>(far, 4096);
+    const int64_t far = T - static_cast<int64_t>(half), sample = std::min<int64_t>(far, kFarSample);
     std::vector<double> angles;
     Matrix functions = make_matrix(sample, 2 * static_cast<int64_t>(orders));
     for (int64_t at : evenly_spaced(0, far - 1, sample)) {
@@ -302,6 +305,9 @@ LabResult run_stability(const VariantSettings& settings) {
     result.name = "stability";
     result.title = "Norms, phases and quantisation of jets at far lags (Table 5)";
     result.settings = settings_json(settings);
+    result.settings["collision_radians"] = kCollision;
+    result.settings["far_sample"] = kFarSample;
+    result.settings["singular_value_floor"] = kSingularValueFloor;
     result.table.columns = {"variant",
                             "eval_len",
                             "train_len",
@@ -718,6 +724,10 @@ LabResult run_retrieval(const RetrievalSettings& settings) {
     result.settings = settings_json(s);
     result.settings["precisions"] = settings.precisions;
     result.settings["queries"] = settings.queries;
+    result.settings["tie_margin"] = 1e-6;
+    result.settings["bucket_starts"] = Json::object();
+    for (const Bucket& bucket : lag_buckets(s.train_len, longest))
+        result.settings["bucket_starts"][bucket.name] = bucket.first;
     result.table.columns = {"variant",
                             "precision",
                             "eval_len",

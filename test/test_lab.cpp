@@ -615,7 +615,8 @@ TEST(LabProgram, WritesItsFilesAndNothingElse) {
         if (run[0] == "adaptive") {
             *std::find(arguments.begin(), arguments.end(), "--contexts") = "--context";
             *std::find(arguments.begin(), arguments.end(), "128,64") = "128";
-            arguments.insert(arguments.end(), {"--steps", "5", "--targets", "phase"});
+            arguments.insert(arguments.end(), {"--targets", "phase"});
+            if (run.size() == 1) arguments.insert(arguments.end(), {"--steps", "5"});
         }
         const test::ProgramResult result = run_program("lab", arguments);
         ASSERT_EQ(result.exit_code, kExitGood) << result.err;
@@ -676,19 +677,19 @@ TEST(LabProgram, NeedsLittleMemoryOrSaysWhatItWanted) {
     if (!test::is_fast_build()) GTEST_SKIP() << "address space limits do not suit the sanitizers";
     TemporaryFolder folder;
     const auto limit = [] {
-        const rlimit bytes = {1500u << 20, 1500u << 20};
+        const rlimit bytes = {800u << 20, 800u << 20};
         setrlimit(RLIMIT_AS, &bytes);
     };
-    const Texts one = {"--variants", "lc", "--train-len", "64", "--cycles", "3", "--max-order", "0"};
+    const Texts one = {"--variants", "lc", "--train-len", "16384", "--cycles", "3", "--max-order", "0"};
     Texts arguments = {"retrieval",    "--out", folder.path / "a", "--contexts", "16384",
-                       "--precisions", "fp32",  "--queries",       "65536"};
+                       "--precisions", "fp32",  "--queries",       "16384"};
     arguments.insert(arguments.end(), one.begin(), one.end());
-    test::RunningProgram fits = test::start_program("lab", arguments, {}, limit);
+    test::RunningProgram fits = test::start_program("lab", arguments, {"OMP_NUM_THREADS=2"}, limit);
     const test::ProgramResult good = wait_for_program(fits);
     EXPECT_EQ(good.exit_code, kExitGood) << good.err;
     arguments = {"cache", "--out", folder.path / "b", "--contexts", "1048576", "--cache-dim", "4096"};
     arguments.insert(arguments.end(), one.begin(), one.end());
-    test::RunningProgram large = test::start_program("lab", arguments, {}, limit);
+    test::RunningProgram large = test::start_program("lab", arguments, {"OMP_NUM_THREADS=2"}, limit);
     expect_error(wait_for_program(large), "lab", kExitFailed, {"no memory for keys of 4096 numbers at 1048576 lags"});
 }
 
@@ -721,6 +722,21 @@ TEST(LabProgram, SaysWhatIsWrong) {
         {{"adaptive", "--solver", "newton"}, {"--solver newton", "adam or varpro"}},
         {{"adaptive", "--select", "both"}, {"--select both"}},
         {{"adaptive", "--start", "odd"}, {"--start odd"}},
+        {{"adaptive", "--targets", ""}, {"--targets", "empty"}},
+        {{"adaptive", "--seeds", ""}, {"--seeds", "empty"}},
+        {{"fixed", "--bases", ""}, {"--bases", "empty"}},
+        {{"fixed", "--contexts", ""}, {"--contexts", "empty"}},
+        {{"adaptive", "--betas", "0.9"}, {"--betas", "found 0.9", "two"}},
+        {{"adaptive", "--betas", "0.9,1"}, {"--betas", "found 1"}},
+        {{"adaptive", "--gates", "0,1"}, {"--gates", "three"}},
+        {{"adaptive", "--gates", "0,1,nan"}, {"--gates", "found nan"}},
+        {{"adaptive", "--amplitude", "-1"}, {"--amplitude", "found -1"}},
+        {{"adaptive", "--start", "even", "--favour", "1"}, {"--favour", "even"}},
+        {{"adaptive", "--solver", "varpro", "--seeds", "1"}, {"--seeds", "Adam", "varpro"}},
+        {{"adaptive", "--solver", "varpro", "--lr", "0.1"}, {"--lr", "Adam"}},
+        {{"adaptive", "--solver", "varpro", "--restarts", "2"}, {"--restarts", "Adam"}},
+        {{"adaptive", "--solver", "varpro", "--select", "eval"}, {"--select", "Adam"}},
+        {{"adaptive", "--solver", "varpro", "--start", "even"}, {"--start", "Adam"}},
         {{"stability", "--variants", "lc,raws"}, {"--variants", "raws", "lc_wrong_scale"}},
         {{"stability", "--contexts", "3"}, {"--contexts", "found 3"}},
         {{"stability", "--contexts", "2097152"}, {"--contexts", "found 2097152"}},
