@@ -247,8 +247,7 @@ void run_all(const Options& o) {
         {"retrieval", [] { return run_retrieval(retrieval_defaults()); }},
     };
     const std::filesystem::path page = std::filesystem::path(o.out) / "lab.html";
-    if (!o.force && std::filesystem::exists(page))
-        fail_usage("{}: exists already; give another folder with --out, or --force to replace it", page.string());
+    check_lab_file(page, o.force);
     std::vector<std::string> names;
     for (const auto& diagnostic : diagnostics) names.push_back(diagnostic.first);
     check_lab_folder(o.out, names, o.force);
@@ -301,7 +300,8 @@ int run(int argc, char** argv) {
     CLI::App* projection = subcommand("projection", "the same for the published kernels (Table 9)");
     add_lags(projection, "lengths T of the evaluation (1024,4096,32768)", "cycles per L (17)");
     add_fits(projection);
-    CLI::App* adaptive = subcommand("adaptive", "a PJ head with learned gates, fitted to each target (Table 3)");
+    CLI::App* adaptive =
+        subcommand("adaptive", "a PJ head with learned gates, fitted to each target (Table 3, Figure 3)");
     add(adaptive, "--targets", o.targets, "names (all)");
     add(adaptive, "--train-len", o.train_len, "training length L (1024)");
     add(adaptive, "--context", o.contexts, "length T of the evaluation (4096)");

@@ -152,12 +152,15 @@ static std::string figure_script(const LabResult& result) {
 
 static const char* const kExtensions[] = {".csv", ".json", ".svg"};
 
+void check_lab_file(const std::filesystem::path& file, bool force) {
+    if (std::filesystem::is_directory(file)) fail_usage("{}: is a folder (wanted a file)", file.string());
+    if (!force && std::filesystem::exists(file))
+        fail_usage("{}: exists already; give another folder with --out, or --force to replace it", file.string());
+}
+
 void check_lab_folder(const std::filesystem::path& folder, const std::vector<std::string>& names, bool force) {
     for (const std::string& name : names)
-        for (const char* extension : kExtensions)
-            if (!force && std::filesystem::exists(folder / (name + extension)))
-                fail_usage("{}: exists already; give another folder with --out, or --force to replace it",
-                           (folder / (name + extension)).string());
+        for (const char* extension : kExtensions) check_lab_file(folder / (name + extension), force);
     check_gnuplot(folder / (names.front() + ".svg"));
     make_folder(folder);
 }

@@ -59,6 +59,9 @@ std::string result_json(const LabResult& result);
 // The summaries as aligned tables.
 std::string result_text(const LabResult& result);
 
+// Errors, with exit code 2, if the file is a folder, or is there already and `force` is false.
+void check_lab_file(const std::filesystem::path& file, bool force);
+
 // Errors, with exit code 2, if the folder holds files of one of these diagnostics already and `force` is false; creates
 // the folder. Errors: it cannot be created, gnuplot is not there.
 void check_lab_folder(const std::filesystem::path& folder, const std::vector<std::string>& names, bool force);
