@@ -501,7 +501,7 @@ LabResult run_adaptive(const AdaptiveSettings& settings) {
     const size_t orders = static_cast<size_t>(settings.max_order) + 1;
     LabResult result;
     result.name = is_adam ? "adaptive" : "adaptive_varpro";
-    result.title = is_adam ? "Targets found by a PJ head with Adam (Table 3)"
+    result.title = is_adam ? "Targets found by a PJ head with Adam (Table 3, Figure 3)"
                            : "Targets found by a PJ head with variable projection";
     result.settings = settings_json(settings);
     result.table.columns = {"target",         "seed",      "restart",       "train_mse", "train_r2",     "eval_mse",

@@ -382,12 +382,14 @@ LabResult run_stability(const VariantSettings& settings) {
     std::vector<StabilityRow> first;
     for (const StabilityRow& row : rows)
         if (row.cycles == settings.cycles.front()) first.push_back(row);
+    // The norms do not depend on the cycles; the phases do.
+    const std::string of = settings.cycles.size() > 1 ? fmt::format(", {} cycles", settings.cycles.front()) : "";
     result.panels = {
         context_panel(first, settings, "Norm of the components", "norm at the last lag", true,
                       [](const StabilityRow& row) { return row.norm_final; }),
         context_panel(first, settings, "Phase that one token adds at the end", "psi(T-1) - psi(T-2)", true,
                       [](const StabilityRow& row) { return row.phase_ratio_final; }),
-        context_panel(first, settings, "Phase of the far half", "radians", true,
+        context_panel(first, settings, "Phase of the far half" + of, "radians", true,
                       [](const StabilityRow& row) { return row.far_phase_span; }),
         context_panel(first, settings, "int4 error, one scale", "relative error", true,
                       [](const StabilityRow& row) { return row.int4_tensor; }),
