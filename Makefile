@@ -11,10 +11,10 @@ comma := ,
 VARIANT := $(BACKEND)$(addprefix -,$(filter bf16 tf32,$(PRECISION)))$(if $(DEBUG),-debug)$(if $(SAN),-$(subst $(comma),-,$(SAN)))
 BUILD ?= build/$(VARIANT)
 
-ifneq ($(filter-out cpu cuda emu,$(BACKEND)),)
+ifneq ($(words $(BACKEND))-$(filter-out cpu cuda emu,$(BACKEND)),1-)
 $(error BACKEND=$(BACKEND): there are cpu, cuda and emu)
 endif
-ifneq ($(filter-out fp32 tf32 bf16,$(PRECISION)),)
+ifneq ($(words $(PRECISION))-$(filter-out fp32 tf32 bf16,$(PRECISION)),1-)
 $(error PRECISION=$(PRECISION): there are fp32, tf32 and bf16)
 endif
 ifeq ($(BACKEND)$(filter fp32,$(PRECISION)),cpu)
@@ -58,8 +58,12 @@ ifeq ($(BACKEND),cuda)
 ifeq ($(shell command -v $(NVCC)),)
 $(error BACKEND=cuda: no $(NVCC): install the CUDA Toolkit, or say where it is with CUDA_HOME)
 endif
-# Machine code for each architecture of CUDA_ARCH, and PTX of the last for what comes later.
-CUDA_ARCH ?= 80 86 89 90 100 120
+# Machine code for each architecture of CUDA_ARCH, and PTX of the last for what comes later. (100 and 120 came with 12.8.)
+KNOWN_ARCH := $(patsubst compute_%,%,$(shell $(NVCC) --list-gpu-arch))
+CUDA_ARCH ?= $(filter $(KNOWN_ARCH),80 86 89 90 100 120)
+ifneq ($(if $(strip $(CUDA_ARCH)),$(filter-out $(KNOWN_ARCH) native,$(CUDA_ARCH)),none),)
+$(error CUDA_ARCH=$(CUDA_ARCH): $(NVCC) knows $(KNOWN_ARCH), and native)
+endif
 GENCODE := $(if $(filter native,$(CUDA_ARCH)),-arch=native,$(foreach arch,$(CUDA_ARCH),-gencode arch=compute_$(arch),code=sm_$(arch)) \
 	-gencode arch=compute_$(lastword $(CUDA_ARCH)),code=compute_$(lastword $(CUDA_ARCH)))
 CUFLAGS = -std=c++20 -ccbin $(CXX) $(GENCODE) -fmad=false -lineinfo $(if $(DEBUG),-O0 -g,-O3) -Werror all-warnings \
@@ -119,7 +123,7 @@ endif
 
 .PHONY: all programs test fuzz fuzzers format check-format clean help FORCE
 .DEFAULT_GOAL := all
-.SECONDARY: $(OBJECTS)
+.SECONDARY: $(call objects_of,$(FUZZ_SOURCES))
 
 all: programs $(TESTS) $(if $(filter cuda,$(BACKEND)),$(BUILD)/kernels.txt)
 programs: $(PROGRAMS)

@@ -7,6 +7,7 @@
 #include <span>
 
 #include "lab/least_squares.h"
+#include "lab/parallel.h"
 #include "src/error.h"
 #include "src/random.h"
 
@@ -180,18 +181,23 @@ Layout make_layout(size_t orders) {
     return l;
 }
 
-// Amplitudes are 0.05 times the draws of torch.randn in float64, in the order re and im of FJ, re and im of LC.
+constexpr uint64_t kRestartSeedStep = 7919;
+
+// Amplitudes are their deviation times the draws of torch.randn in float64, in the order re and im of FJ, re and im of
+// LC.
 std::vector<double> initial_parameters(const AdaptiveSettings& settings, uint64_t seed, int restart) {
     const size_t orders = static_cast<size_t>(settings.max_order) + 1;
     const Layout l = make_layout(orders);
     std::vector<double> p(l.count, 0.0);
-    p[l.gate + kPjAffine] = p[l.gate + kPjLc] = -0.2;
+    for (size_t s = 0; s < kPjSectorCount; s++) p[l.gate + s] = settings.start_gates[s];
     if (settings.favour_orders)
         for (size_t r = 0; r < orders; r++)
-            p[l.fj_alpha + r] = p[l.lc_alpha + r] = r == static_cast<size_t>(restart) % orders ? 2 : -2;
-    TorchGenerator generator = make_generator(seed + 7919 * static_cast<uint64_t>(restart));
-    for (size_t i = l.fj_re; i < l.damping; i++) p[i] = 0.05 * draw_normal(generator);
-    p[l.damping] = -2;
+            p[l.fj_alpha + r] = p[l.lc_alpha + r] =
+                r == static_cast<size_t>(restart) % orders ? settings.favour : -settings.favour;
+    TorchGenerator generator = make_generator(seed + kRestartSeedStep * static_cast<uint64_t>(restart));
+    for (size_t i = l.fj_re; i < l.damping; i++) p[i] = settings.start_amplitude * draw_normal(generator);
+    p[l.damping] = settings.start_damping;
+    p[l.slope] = settings.start_slope;
     return p;
 }
 
@@ -285,18 +291,20 @@ void mse_gradient(const std::vector<double>& p, const Functions& f, const std::v
     dp[l.slope] = gate[kPjAffine] * dslope_product;
 }
 
+constexpr double kAdamEps = 1e-8;
+
 // Adam (Kingma and Ba 2015), as torch.optim.Adam computes it.
-std::vector<double> adam(std::vector<double> p, const Functions& f, const std::vector<double>& target, int64_t steps,
-                         double lr) {
-    const double beta1 = 0.9, beta2 = 0.999, eps = 1e-8;
+std::vector<double> adam(std::vector<double> p, const Functions& f, const std::vector<double>& target,
+                         const AdaptiveSettings& settings) {
+    const double beta1 = settings.beta1, beta2 = settings.beta2, lr = settings.lr;
     std::vector<double> m(p.size(), 0.0), v(p.size(), 0.0), dp(p.size()), scratch(2 * target.size());
-    for (int64_t step = 1; step <= steps; step++) {
+    for (int64_t step = 1; step <= settings.steps; step++) {
         mse_gradient(p, f, target, dp, scratch);
         const double correction1 = 1 - std::pow(beta1, step), correction2 = 1 - std::pow(beta2, step);
         for (size_t i = 0; i < p.size(); i++) {
             m[i] += (dp[i] - m[i]) * (1 - beta1);
             v[i] = v[i] * beta2 + dp[i] * dp[i] * (1 - beta2);
-            p[i] -= lr / correction1 * (m[i] / (std::sqrt(v[i]) / std::sqrt(correction2) + eps));
+            p[i] -= lr / correction1 * (m[i] / (std::sqrt(v[i]) / std::sqrt(correction2) + kAdamEps));
         }
     }
     return p;
@@ -311,15 +319,16 @@ AdaptiveFit fit_adam(const LagTarget& target, const AdaptiveSettings& settings, 
     const std::vector<double> train_target = target_values(target, settings.train_len, settings.train_len, omega);
     const std::vector<double> eval_target = target_values(target, settings.context, settings.train_len, omega);
     std::vector<AdaptiveFit> fits(static_cast<size_t>(settings.restarts));
-#pragma omp parallel for schedule(dynamic)
-    for (int k = 0; k < settings.restarts; k++) {
-        const std::vector<double> p =
-            adam(initial_parameters(settings, seed, k), train, train_target, settings.steps, settings.lr);
-        fits[static_cast<size_t>(k)] = measure_head(head_of(p, static_cast<size_t>(settings.max_order) + 1), k, train,
-                                                    train_target, eval, eval_target);
-    }
+    run_jobs(fits.size(), fmt::format("a fit on {} lags", settings.train_len), [&](size_t i) {
+        const int k = static_cast<int>(i);
+        const std::vector<double> p = adam(initial_parameters(settings, seed, k), train, train_target, settings);
+        fits[i] = measure_head(head_of(p, static_cast<size_t>(settings.max_order) + 1), k, train, train_target, eval,
+                               eval_target);
+    });
     return *std::min_element(fits.begin(), fits.end(), [&](const AdaptiveFit& a, const AdaptiveFit& b) {
-        return settings.select_by_train ? a.train_mse < b.train_mse : a.eval_mse < b.eval_mse;
+        const double x = settings.select_by_train ? a.train_mse : a.eval_mse;
+        const double y = settings.select_by_train ? b.train_mse : b.eval_mse;
+        return x < y || (std::isnan(y) && !std::isnan(x));
     });
 }
 
@@ -382,12 +391,15 @@ Head solve_products(const Functions& f, const std::vector<double>& target, const
     return head;
 }
 
+// Of the search, and what counts as no error, as a share of the target's mean square.
+constexpr double kLargestDamping = 4, kDampingStep = 0.1, kRounding = 1e-24;
+
 // The damping of least training MSE: a grid, then golden sections between the neighbours of its best point. Where the
 // target is in the space the MSE falls to rounding at the true damping, and the search sees it to some 1e-13.
 Head search_damping(const Functions& f, const std::vector<double>& target, const Subspace& space, double& best_mse) {
     Head best = solve_products(f, target, space, 0, best_mse);
     if (!(space.sectors >> kPjFj & 1)) return best;
-    const double step = 0.1, last = 4;
+    const double step = kDampingStep, last = kLargestDamping;
     const auto try_damping = [&](double damping) {
         double mse;
         const Head head = solve_products(f, target, space, damping, mse);
@@ -436,7 +448,7 @@ AdaptiveFit fit_varpro(const LagTarget& target, const AdaptiveSettings& settings
             spaces.push_back({sectors, orders});
     std::stable_sort(spaces.begin(), spaces.end(),
                      [](const Subspace& a, const Subspace& b) { return subspace_size(a) < subspace_size(b); });
-    const double rounding = 1e-24 * mean_square(train_target);
+    const double rounding = kRounding * mean_square(train_target);
     Head head;
     for (const Subspace& space : spaces) {
         double mse;
@@ -451,12 +463,25 @@ AdaptiveFit fit_varpro(const LagTarget& target, const AdaptiveSettings& settings
 static Json settings_json(const AdaptiveSettings& s) {
     Json json = {{"targets", s.targets},     {"train_len", s.train_len}, {"eval_len", s.context},
                  {"omega_cycles", s.cycles}, {"max_order", s.max_order}, {"solver", "varpro"}};
-    if (s.solver == AdaptiveSolver::varpro) return json;
+    if (s.solver == AdaptiveSolver::varpro) {
+        json["damping_range"] = {0, kLargestDamping};
+        json["damping_step"] = kDampingStep;
+        json["relative_rounding"] = kRounding;
+        return json;
+    }
     json["solver"] = "adam";
     json["seeds"] = s.seeds;
     json["steps"] = s.steps;
     json["lr"] = s.lr;
+    json["betas"] = {s.beta1, s.beta2};
+    json["eps"] = kAdamEps;
     json["restarts"] = s.restarts;
+    json["restart_seed_step"] = kRestartSeedStep;
+    json["start_gates"] = s.start_gates;
+    json["start_amplitude"] = s.start_amplitude;
+    json["start_raw_damping"] = s.start_damping;
+    json["start_slope"] = s.start_slope;
+    if (s.favour_orders) json["favoured_order_logit"] = s.favour;
     json["order_init_cycle"] = s.favour_orders;
     json["selection_metric"] = s.select_by_train ? "train_mse" : "eval_mse";
     return json;
@@ -476,7 +501,7 @@ LabResult run_adaptive(const AdaptiveSettings& settings) {
     const size_t orders = static_cast<size_t>(settings.max_order) + 1;
     LabResult result;
     result.name = is_adam ? "adaptive" : "adaptive_varpro";
-    result.title = is_adam ? "Targets found by a PJ head with Adam (Table 3)"
+    result.title = is_adam ? "Targets found by a PJ head with Adam (Table 3, Figure 3)"
                            : "Targets found by a PJ head with variable projection";
     result.settings = settings_json(settings);
     result.table.columns = {"target",         "seed",      "restart",       "train_mse", "train_r2",     "eval_mse",
@@ -492,6 +517,15 @@ LabResult run_adaptive(const AdaptiveSettings& settings) {
     summary.table.columns = {"target", "FJ", "affine", "LC"};
     for (size_t r = 0; r < orders; r++) summary.table.columns.push_back(fmt::format("order {}", r));
     summary.table.columns.insert(summary.table.columns.end(), {"dominant", "damping", "train MSE", "eval MSE"});
+    summary.numbers.columns = {"target", "dominant_order"};
+    const auto name_numbers = [&](const std::string& column) {
+        summary.numbers.columns.push_back(column + "_mean");
+        if (is_adam) summary.numbers.columns.push_back(column + "_spread");
+    };
+    for (const char* sector : {"fj", "affine", "lc"})
+        name_numbers((is_adam ? "gate_" : "energy_") + std::string(sector));
+    for (size_t r = 0; r < orders; r++) name_numbers(fmt::format("normalized_order_mass_r{}", r));
+    for (const char* column : {"damping", "train_mse", "eval_mse"}) name_numbers(column);
     LabPanel sectors, masses;
     sectors.title = is_adam ? "Gates" : "Energy of the sectors";
     masses.title = "Effective mass of the orders";
@@ -504,11 +538,11 @@ LabResult run_adaptive(const AdaptiveSettings& settings) {
     std::vector<const LagTarget*> targets;
     for (const std::string& name : settings.targets) targets.push_back(&find_target("--targets", lag_targets(), name));
     std::vector<AdaptiveFit> all_fits(targets.size() * seeds.size());
-#pragma omp parallel for schedule(dynamic)
-    for (size_t i = 0; i < all_fits.size(); i++) {
+    const int64_t lags = std::max(settings.train_len, settings.context);
+    run_jobs(all_fits.size(), fmt::format("the functions of {} orders at {} lags", orders, lags), [&](size_t i) {
         const LagTarget& target = *targets[i / seeds.size()];
         all_fits[i] = is_adam ? fit_adam(target, settings, seeds[i % seeds.size()]) : fit_varpro(target, settings);
-    }
+    });
     for (size_t k = 0; k < targets.size(); k++) {
         const LagTarget& target = *targets[k];
         const std::span fits = std::span(all_fits).subspan(k * seeds.size(), seeds.size());
@@ -541,15 +575,25 @@ LabResult run_adaptive(const AdaptiveSettings& settings) {
             for (const AdaptiveFit& fit : fits) values.push_back(value(fit));
             return mean_and_spread(values);
         };
-        std::vector<Json> line = {target.name};
-        const auto put = [&](std::pair<double, double> of, int digits) {
-            line.push_back(is_adam ? fmt::format("{:.{}f} ({:.{}f})", of.first, digits, of.second, digits)
-                                   : fmt::format("{:.{}f}", of.first, digits));
+        std::vector<Json> line = {target.name}, numbers;
+        const auto put_numbers = [&](std::pair<double, double> of) {
+            numbers.push_back(of.first);
+            if (is_adam) numbers.push_back(of.second);
+        };
+        // A share with three decimals; another number with four digits, its spread with two.
+        const auto put_share = [&](std::pair<double, double> of) {
+            line.push_back(is_adam ? fmt::format("{:.3f} ({:.3f})", of.first, of.second)
+                                   : fmt::format("{:.3f}", of.first));
+            put_numbers(of);
+        };
+        const auto put = [&](std::pair<double, double> of) {
+            line.push_back(is_adam ? Json(fmt::format("{:.4g} ({:.2g})", of.first, of.second)) : Json(of.first));
+            put_numbers(of);
         };
         for (int s = 0; s < kPjSectorCount; s++) {
             const auto of =
                 over_seeds([&](const AdaptiveFit& fit) { return is_adam ? fit.gate[s] : fit.sector_energy[s]; });
-            put(of, 3);
+            put_share(of);
             sectors.series[static_cast<size_t>(s)].x.push_back(static_cast<double>(k));
             sectors.series[static_cast<size_t>(s)].y.push_back(of.first);
         }
@@ -557,7 +601,7 @@ LabResult run_adaptive(const AdaptiveSettings& settings) {
         double largest = 0;
         for (size_t r = 0; r < orders; r++) {
             const auto of = over_seeds([&](const AdaptiveFit& fit) { return fit.order_mass[r]; });
-            put(of, 3);
+            put_share(of);
             masses.series[r].x.push_back(static_cast<double>(k));
             masses.series[r].y.push_back(of.first);
             if (of.first > largest) {
@@ -566,10 +610,12 @@ LabResult run_adaptive(const AdaptiveSettings& settings) {
             }
         }
         line.push_back(dominant);
-        line.push_back(over_seeds([](const AdaptiveFit& fit) { return fit.damping; }).first);
-        line.push_back(over_seeds([](const AdaptiveFit& fit) { return fit.train_mse; }).first);
-        line.push_back(over_seeds([](const AdaptiveFit& fit) { return fit.eval_mse; }).first);
+        put(over_seeds([](const AdaptiveFit& fit) { return fit.damping; }));
+        put(over_seeds([](const AdaptiveFit& fit) { return fit.train_mse; }));
+        put(over_seeds([](const AdaptiveFit& fit) { return fit.eval_mse; }));
         summary.table.rows.push_back(line);
+        numbers.insert(numbers.begin(), {target.name, dominant});
+        summary.numbers.rows.push_back(numbers);
     }
     result.summaries = {summary};
     result.panels = {sectors, masses};

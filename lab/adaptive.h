@@ -29,9 +29,16 @@ struct AdaptiveSettings {
     std::vector<uint64_t> seeds = {0, 1, 2};
     int64_t steps = 1500;
     double lr = 0.03;
-    int restarts = 4;             // restart k draws its amplitudes from seed + 7919 k
-    bool favour_orders = true;    // restart k starts with order logits 2 at order k mod (R + 1) and -2 elsewhere, not 0
+    int restarts = 4;           // restart k draws its amplitudes from seed + 7919 k
+    bool favour_orders = true;  // restart k starts with order logits `favour` at order k mod (R + 1), -favour elsewhere
     bool select_by_train = true;  // of the restarts the one of least training MSE is kept; false: evaluation MSE
+    // Of Adam and its start.
+    double beta1 = 0.9, beta2 = 0.999;
+    double start_gates[kPjSectorCount] = {0, -0.2, -0.2};  // logits
+    double start_amplitude = 0.05;                         // standard deviation
+    double start_damping = -2;                             // before softplus
+    double start_slope = 0;
+    double favour = 2;
     AdaptiveSolver solver = AdaptiveSolver::adam;
 };
 
@@ -52,7 +59,7 @@ struct AdaptiveFit {
     double sector_energy[kPjSectorCount];  // mean square of each sector's part, as shares of their sum
 };
 
-// The best of the restarts with Adam (betas 0.9 and 0.999, eps 1e-8).
+// The best of the restarts with Adam.
 AdaptiveFit fit_adam(const LagTarget& target, const AdaptiveSettings& settings, uint64_t seed);
 
 // Variable projection: with the damping fixed, the kernel is linear in the products of gate, order weight and

@@ -189,9 +189,18 @@ std::vector<FixedRow> fit_fixed(const FixedSettings& settings, const std::vector
 
 // ---------------------------------------------------------------------------------------------------------------
 
+constexpr double kEqualBelow = 1e-20;  // errors, where the best basis is chosen
+
 static Json settings_json(const FixedSettings& settings) {
-    return {{"train_len", settings.train_len}, {"contexts", settings.contexts}, {"cycles", settings.cycles},
-            {"damping", settings.damping},     {"targets", settings.targets},   {"bases", settings.bases}};
+    return {{"train_len", settings.train_len},
+            {"contexts", settings.contexts},
+            {"cycles", settings.cycles},
+            {"damping", settings.damping},
+            {"targets", settings.targets},
+            {"bases", settings.bases},
+            {"deviation_floor", kDeviationFloor},
+            {"singular_value_floor", kSingularValueFloor},
+            {"best_basis_equal_below", kEqualBelow}};
 }
 
 // The MSE at one context, a row per basis and a column per target.
@@ -215,11 +224,12 @@ static LabSummary mse_summary(const std::vector<FixedRow>& rows, const FixedSett
 static LabSummary best_summary(const std::vector<FixedRow>& rows, const FixedSettings& settings) {
     LabSummary summary;
     const int64_t context = settings.contexts.back();
-    summary.title = fmt::format(
-        "Best basis on lags 0..{} (errors below 1e-20 count as equal, and then the fewest functions win)", context - 1);
+    summary.title =
+        fmt::format("Best basis on lags 0..{} (errors below {} count as equal, and then the fewest functions win)",
+                    context - 1, kEqualBelow);
     summary.table.columns = {"target", "best basis", "cycles", "MSE"};
     const auto rank = [](const FixedRow& row) {
-        return std::pair(std::max(row.mse, 1e-20), basis_size(parse_basis("--bases", row.basis)));
+        return std::pair(std::max(row.mse, kEqualBelow), basis_size(parse_basis("--bases", row.basis)));
     };
     for (double cycles : settings.cycles)
         for (const std::string& target : settings.targets) {
@@ -305,6 +315,7 @@ LabResult run_projection(const FixedSettings& settings) {
             result.summaries.push_back(mse_summary(rows, settings, cycles, context));
             result.panels.push_back(mse_panel(rows, settings, cycles, context));
         }
+    result.summaries.push_back(best_summary(rows, settings));
     return result;
 }
 

@@ -112,10 +112,11 @@ FloatMatrix product(const FloatMatrix& a, const FloatMatrix& b) {
     return out;
 }
 
-void normalise_rows(FloatMatrix& matrix) {
+int64_t normalise_rows(FloatMatrix& matrix) {
     constexpr int64_t kLanes = 8;
     const int64_t n = matrix.columns, whole = n - n % kLanes;
-#pragma omp parallel for schedule(static)
+    int64_t nonfinite = 0;
+#pragma omp parallel for schedule(static) reduction(+ : nonfinite)
     for (int64_t i = 0; i < matrix.rows; i++) {
         float* x = &matrix.values[static_cast<size_t>(i * n)];
         float lanes[kLanes] = {};
@@ -123,9 +124,11 @@ void normalise_rows(FloatMatrix& matrix) {
         float sum = lanes[0];
         for (int64_t j = 1; j < kLanes; j++) sum += lanes[j];
         for (int64_t j = whole; j < n; j++) sum = std::fma(x[j], x[j], sum);
-        const float norm = std::max(std::sqrt(sum), 1e-12f);
+        nonfinite += !std::isfinite(sum);
+        const float norm = std::max(std::sqrt(sum), 1e-12f);  // NaN stays
         for (int64_t j = 0; j < n; j++) x[j] /= norm;
     }
+    return nonfinite;
 }
 
 // The nearest whole number, halves to even, for |x| < 2^22: at this size the sum keeps no fraction.
@@ -140,10 +143,15 @@ FloatMatrix quantised(const FloatMatrix& matrix, int bits, bool per_column) {
     for (int64_t i = 0; i < matrix.rows; i++)
         for (int64_t j = 0; j < matrix.columns; j++) {
             float& largest = scale[static_cast<size_t>(j)];
-            largest = std::max(largest, std::fabs(matrix.values[static_cast<size_t>(i * matrix.columns + j)]));
+            const float x = std::fabs(matrix.values[static_cast<size_t>(i * matrix.columns + j)]);
+            largest = x > largest || std::isnan(x) ? x : largest;
         }
-    if (!per_column) std::fill(scale.begin(), scale.end(), *std::max_element(scale.begin(), scale.end()));
-    for (float& s : scale) s = std::max(s, 1e-12f) / steps;
+    if (!per_column) {
+        float largest = 0;
+        for (float s : scale) largest = s > largest || std::isnan(s) ? s : largest;
+        std::fill(scale.begin(), scale.end(), largest);
+    }
+    for (float& s : scale) s = std::max(s, 1e-12f) / steps;  // NaN stays
     FloatMatrix out = matrix;
 #pragma omp parallel for schedule(static)
     for (int64_t i = 0; i < matrix.rows; i++)

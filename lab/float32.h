@@ -37,10 +37,12 @@ FloatMatrix product(const FloatMatrix& a, const FloatMatrix& b);
 
 // Every row divided by its Euclidean norm (at least 1e-12). The squares are summed as a vector unit of eight floats
 // sums them: eight fused chains, added in order, then what is left of the row.
-void normalise_rows(FloatMatrix& matrix);
+// Returns how many rows have a norm that is not finite: those come out as zeros and NaN.
+int64_t normalise_rows(FloatMatrix& matrix);
 
 // The first `rows` rows rounded to a symmetric grid of 2^bits - 1 steps: q = round(x / s) s, s = max |x| / (2^(bits -
-// 1) - 1), halves to even; s per column, or one s of the whole. A column of zeros stays.
+// 1) - 1), halves to even; s per column, or one s of the whole. A column of zeros stays; with a value that is not
+// finite all become NaN.
 FloatMatrix quantised(const FloatMatrix& matrix, int bits, bool per_column);
 
 }  // namespace jetlag

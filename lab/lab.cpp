@@ -1,5 +1,6 @@
 // lab: the kernel laboratory. Which functions of the lag a basis contains, whether a learner finds the right sector,
 // and what high orders do to norms, caches and retrieval at far lags.
+#include <algorithm>
 #include <charconv>
 #include <chrono>
 #include <cmath>
@@ -24,24 +25,32 @@ struct Options {
     std::string out;
     bool force = false;
     std::string train_len, contexts, cycles, damping, max_order, targets, bases, variants;
-    std::string seeds, steps, lr, restarts, select, start, solver;
+    std::string seeds, steps, lr, restarts, select, start, solver, betas, favour, gates, amplitude, raw_damping, slope;
     std::string seed, cache_dim, precisions, queries;
 };
 
-std::vector<std::string> split(const std::string& option, const std::string& text) {
+std::vector<std::string> split(const std::string& text) {
     std::vector<std::string> parts;
     for (size_t start = 0; start <= text.size();) {
         const size_t end = std::min(text.find(',', start), text.size());
         parts.push_back(text.substr(start, end - start));
-        if (std::find(parts.begin(), parts.end() - 1, parts.back()) != parts.end() - 1)
-            fail_usage("{}: {} is there twice", option, parts.back());
         start = end + 1;
     }
     return parts;
 }
 
+// Twice the same would give every table two rows with one key. The entries are compared as what they mean: 5.0 is 5.
+template <typename Entry>
+void check_once(const std::string& option, std::vector<Entry> entries) {
+    std::sort(entries.begin(), entries.end());
+    const auto twice = std::adjacent_find(entries.begin(), entries.end());
+    if (twice != entries.end()) fail_usage("{}: {} is there twice", option, *twice);
+}
+
 void read_names(const std::string& option, const std::string& text, std::vector<std::string>& names) {
-    if (!text.empty()) names = split(option, text);
+    if (text.empty()) return;
+    names = split(text);
+    check_once(option, names);
 }
 
 void read_number(const std::string& option, const std::string& text, int64_t min, int64_t max, int64_t& number) {
@@ -68,8 +77,8 @@ double read_cycles(const std::string& text) {
 void read_contexts(const std::string& text, int64_t min, std::vector<int64_t>& contexts) {
     if (!text.empty()) {
         contexts.clear();
-        for (const std::string& part : split("--contexts", text))
-            contexts.push_back(parse_whole("--contexts", part, min, kLongest));
+        for (const std::string& part : split(text)) contexts.push_back(parse_whole("--contexts", part, min, kLongest));
+        check_once("--contexts", contexts);
     }
     std::sort(contexts.begin(), contexts.end());
 }
@@ -83,7 +92,8 @@ void read_damping(const std::string& text, double& damping) {
 void read_all_cycles(const std::string& text, std::vector<double>& cycles) {
     if (text.empty()) return;
     cycles.clear();
-    for (const std::string& part : split("--cycles", text)) cycles.push_back(read_cycles(part));
+    for (const std::string& part : split(text)) cycles.push_back(read_cycles(part));
+    check_once("--cycles", cycles);
 }
 
 FixedSettings read_fixed(const Options& o, FixedSettings s, const std::vector<LagTarget>& known) {
@@ -98,22 +108,33 @@ FixedSettings read_fixed(const Options& o, FixedSettings s, const std::vector<La
     return s;
 }
 
-AdaptiveSettings read_adaptive(const Options& o) {
-    AdaptiveSettings s = adaptive_defaults();
-    read_names("--targets", o.targets, s.targets);
-    for (const std::string& name : s.targets) find_target("--targets", lag_targets(), name);
-    read_number("--train-len", o.train_len, 2, kLongest, s.train_len);
-    read_number("--context", o.contexts, 1, kLongest, s.context);
-    if (!o.cycles.empty()) s.cycles = read_cycles(o.cycles);
-    read_number("--max-order", o.max_order, 0, kPjMaxOrder, s.max_order);
+double read_finite(const std::string& option, const std::string& text) {
+    return parse_real(
+        option, text, [](double x) { return std::fabs(x) <= 100; }, "a number from -100 to 100");
+}
+
+void read_finite(const std::string& option, const std::string& text, double& number) {
+    if (!text.empty()) number = read_finite(option, text);
+}
+
+// How Adam starts and goes.
+void read_adam(const Options& o, AdaptiveSettings& s) {
     if (!o.seeds.empty()) {
         s.seeds.clear();
-        for (const std::string& part : split("--seeds", o.seeds)) s.seeds.push_back(read_seed("--seeds", part));
+        for (const std::string& part : split(o.seeds)) s.seeds.push_back(read_seed("--seeds", part));
+        check_once("--seeds", s.seeds);
     }
     read_number("--steps", o.steps, 0, 10'000'000, s.steps);
     if (!o.lr.empty())
         s.lr = parse_real(
             "--lr", o.lr, [](double x) { return x > 0 && x <= 10; }, "a number above 0, at most 10");
+    if (!o.betas.empty()) {
+        const std::vector<std::string> parts = split(o.betas);
+        if (parts.size() != 2) fail_usage("--betas: found {}, wanted two numbers, as 0.9,0.999", o.betas);
+        for (size_t i = 0; i < 2; i++)
+            (i == 0 ? s.beta1 : s.beta2) = parse_real(
+                "--betas", parts[i], [](double x) { return x >= 0 && x < 1; }, "numbers from 0 to below 1");
+    }
     read_number("--restarts", o.restarts, 1, 1000, s.restarts);
     if (!o.select.empty()) {
         if (o.select != "train" && o.select != "eval") fail_usage("--select {}: wanted train or eval", o.select);
@@ -123,10 +144,51 @@ AdaptiveSettings read_adaptive(const Options& o) {
         if (o.start != "favoured" && o.start != "even") fail_usage("--start {}: wanted favoured or even", o.start);
         s.favour_orders = o.start == "favoured";
     }
+    if (!s.favour_orders && !o.favour.empty()) fail_usage("--favour: with --start even no order is favoured");
+    read_finite("--favour", o.favour, s.favour);
+    if (!o.gates.empty()) {
+        const std::vector<std::string> parts = split(o.gates);
+        if (parts.size() != kPjSectorCount)
+            fail_usage("--gates: found {}, wanted three logits (FJ, affine, LC), as 0,-0.2,-0.2", o.gates);
+        for (size_t i = 0; i < parts.size(); i++) s.start_gates[i] = read_finite("--gates", parts[i]);
+    }
+    if (!o.amplitude.empty())
+        s.start_amplitude = parse_real(
+            "--amplitude", o.amplitude, [](double x) { return x >= 0 && x <= 100; }, "a number from 0 to 100");
+    read_finite("--raw-damping", o.raw_damping, s.start_damping);
+    read_finite("--slope", o.slope, s.start_slope);
+}
+
+AdaptiveSettings read_adaptive(const Options& o) {
+    AdaptiveSettings s = adaptive_defaults();
+    read_names("--targets", o.targets, s.targets);
+    for (const std::string& name : s.targets) find_target("--targets", lag_targets(), name);
+    read_number("--train-len", o.train_len, 2, kLongest, s.train_len);
+    read_number("--context", o.contexts, 1, kLongest, s.context);
+    if (!o.cycles.empty()) s.cycles = read_cycles(o.cycles);
+    read_number("--max-order", o.max_order, 0, kPjMaxOrder, s.max_order);
     if (!o.solver.empty()) {
         if (o.solver != "adam" && o.solver != "varpro") fail_usage("--solver {}: wanted adam or varpro", o.solver);
         s.solver = o.solver == "adam" ? AdaptiveSolver::adam : AdaptiveSolver::varpro;
     }
+    if (s.solver == AdaptiveSolver::adam) {
+        read_adam(o, s);
+        return s;
+    }
+    const std::pair<const char*, const std::string&> of_adam[] = {{"--seeds", o.seeds},
+                                                                  {"--steps", o.steps},
+                                                                  {"--lr", o.lr},
+                                                                  {"--betas", o.betas},
+                                                                  {"--restarts", o.restarts},
+                                                                  {"--select", o.select},
+                                                                  {"--start", o.start},
+                                                                  {"--favour", o.favour},
+                                                                  {"--gates", o.gates},
+                                                                  {"--amplitude", o.amplitude},
+                                                                  {"--raw-damping", o.raw_damping},
+                                                                  {"--slope", o.slope}};
+    for (const auto& [option, text] : of_adam)
+        if (!text.empty()) fail_usage("{}: is an option of Adam, --solver varpro has none of it", option);
     return s;
 }
 
@@ -185,8 +247,7 @@ void run_all(const Options& o) {
         {"retrieval", [] { return run_retrieval(retrieval_defaults()); }},
     };
     const std::filesystem::path page = std::filesystem::path(o.out) / "lab.html";
-    if (!o.force && std::filesystem::exists(page))
-        fail_usage("{}: exists already; give another folder with --out, or --force to replace it", page.string());
+    check_lab_file(page, o.force);
     std::vector<std::string> names;
     for (const auto& diagnostic : diagnostics) names.push_back(diagnostic.first);
     check_lab_folder(o.out, names, o.force);
@@ -206,7 +267,10 @@ int run(int argc, char** argv) {
     app.require_subcommand(0, 1);
     Options o;
     const auto add = [&](CLI::App* sub, const char* option, std::string& text, const std::string& meaning) {
-        sub->add_option(option, text, meaning)->allow_extra_args(false);
+        const auto check = [](const std::string& value) {
+            return std::string(value.empty() ? "found an empty text, wanted a value" : "");
+        };
+        sub->add_option(option, text, meaning)->allow_extra_args(false)->check(check, "");
     };
     const auto subcommand = [&](const char* name, const char* meaning) {
         CLI::App* sub = app.add_subcommand(name, meaning);
@@ -236,7 +300,8 @@ int run(int argc, char** argv) {
     CLI::App* projection = subcommand("projection", "the same for the published kernels (Table 9)");
     add_lags(projection, "lengths T of the evaluation (1024,4096,32768)", "cycles per L (17)");
     add_fits(projection);
-    CLI::App* adaptive = subcommand("adaptive", "a PJ head with learned gates, fitted to each target (Table 3)");
+    CLI::App* adaptive =
+        subcommand("adaptive", "a PJ head with learned gates, fitted to each target (Table 3, Figure 3)");
     add(adaptive, "--targets", o.targets, "names (all)");
     add(adaptive, "--train-len", o.train_len, "training length L (1024)");
     add(adaptive, "--context", o.contexts, "length T of the evaluation (4096)");
@@ -249,6 +314,12 @@ int run(int argc, char** argv) {
     add(adaptive, "--restarts", o.restarts, "Adam: restarts for each seed (4)");
     add(adaptive, "--start", o.start,
         "Adam: order logits at the start: favoured (one order each restart) or even (favoured)");
+    add(adaptive, "--favour", o.favour, "Adam: logit of the favoured order; minus this elsewhere (2)");
+    add(adaptive, "--gates", o.gates, "Adam: gate logits at the start, FJ, affine, LC (0,-0.2,-0.2)");
+    add(adaptive, "--amplitude", o.amplitude, "Adam: standard deviation of the amplitudes at the start (0.05)");
+    add(adaptive, "--raw-damping", o.raw_damping, "Adam: damping at the start, before softplus (-2)");
+    add(adaptive, "--slope", o.slope, "Adam: affine slope at the start (0)");
+    add(adaptive, "--betas", o.betas, "Adam: decay of the moments (0.9,0.999)");
     add(adaptive, "--select", o.select, "Adam: keep the restart of least MSE on train or eval lags (train)");
     CLI::App* stability = subcommand("stability", "norms, phases and quantisation of jets at far lags (Table 5)");
     add_lags(stability, "lengths T (1024,2048,4096,8192,16384,32768)", "cycles per L (17)");

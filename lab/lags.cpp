@@ -11,6 +11,7 @@
 #include "lab/float32.h"
 #include "lab/jets.h"
 #include "lab/least_squares.h"
+#include "lab/parallel.h"
 #include "src/error.h"
 #include "src/random.h"
 
@@ -97,6 +98,14 @@ static void lag_components(const LagVariant& variant, Real d, Real L, int max_or
     }
 }
 
+// The larger and the smaller of two, NaN if one of them is: std::max and std::min would lose it.
+static double larger(double a, double b) {
+    return b > a || std::isnan(b) ? b : a;
+}
+static double smaller(double a, double b) {
+    return b < a || std::isnan(b) ? b : a;
+}
+
 static std::vector<std::string> all_variants() {
     std::vector<std::string> names;
     for (const LagVariant& variant : lag_variants()) names.push_back(variant.name);
@@ -144,18 +153,21 @@ VariantSettings stability_defaults() {
 static double quantisation_error(const std::vector<double>& x, size_t groups, int bits) {
     const double steps = (1 << (bits - 1)) - 1;
     std::vector<double> largest(groups, 0.0);
-    for (size_t i = 0; i < x.size(); i++) largest[i % groups] = std::max(largest[i % groups], std::fabs(x[i]));
+    for (size_t i = 0; i < x.size(); i++) largest[i % groups] = larger(largest[i % groups], std::fabs(x[i]));
     double error = 0, size = 0;
     for (size_t i = 0; i < x.size(); i++) {
         const double scale = largest[i % groups] / steps;
-        const double rounded = scale > 0 ? std::clamp(std::nearbyint(x[i] / scale), -steps, steps) * scale : 0;
+        const double rounded = scale == 0 ? 0 : std::clamp(std::nearbyint(x[i] / scale), -steps, steps) * scale;
         error += (rounded - x[i]) * (rounded - x[i]);
         size += x[i] * x[i];
     }
-    return size > 0 ? std::sqrt(error / size) : 0;
+    return size == 0 ? 0 : std::sqrt(error / size);
 }
 
-// For angles on the circle: the share that has another within 1e-3, and the median distance to the nearest.
+constexpr double kCollision = 1e-3;   // radians
+constexpr int64_t kFarSample = 4096;  // lags
+
+// For angles on the circle: the share that has another within kCollision, and the median distance to the nearest.
 static void wrapped_distances(std::vector<double> angles, double& collisions, double& median) {
     const double circle = 2 * std::numbers::pi;
     for (double& angle : angles) {
@@ -170,7 +182,7 @@ static void wrapped_distances(std::vector<double> angles, double& collisions, do
     size_t close = 0;
     for (size_t i = 0; i < n; i++) {
         nearest[i] = std::min(gap[i], gap[(i + n - 1) % n]);
-        close += nearest[i] < 1e-3;
+        close += nearest[i] < kCollision;
     }
     collisions = static_cast<double>(close) / static_cast<double>(n);
     std::nth_element(nearest.begin(), nearest.begin() + static_cast<int64_t>((n - 1) / 2), nearest.end());
@@ -207,8 +219,8 @@ StabilityRow measure_stability(const LagVariant& variant, const VariantSettings&
 
     double largest = -INFINITY, squares = 0, weight = 0, weighted = 0;
     for (size_t t = 0; t < lags; t++) {
-        row.bias_abs_max = std::max(row.bias_abs_max, std::fabs(bias[t]));
-        largest = std::max(largest, bias[t]);
+        row.bias_abs_max = larger(row.bias_abs_max, std::fabs(bias[t]));
+        largest = larger(largest, bias[t]);
         squares += bias[t] * bias[t];
         const double count = n - static_cast<double>(t);
         weight += count;
@@ -224,7 +236,7 @@ StabilityRow measure_stability(const LagVariant& variant, const VariantSettings&
     row.weighted_logit_std = std::sqrt(deviation / weight);
     for (size_t t = 0; t < lags; t++) {
         const double p = std::exp(bias[t] - largest) / total;
-        if (p > 0) row.entropy -= p * std::log(p);
+        if (p != 0) row.entropy -= p * std::log(p);
         row.mean_distance += p * static_cast<double>(t);
     }
     row.support = std::exp(row.entropy);
@@ -234,10 +246,10 @@ StabilityRow measure_stability(const LagVariant& variant, const VariantSettings&
         for (size_t r = 0; r < orders; r++) {
             const double value = components[t * orders + r];
             sum += value * value;
-            row.component_abs_max = std::max(row.component_abs_max, std::fabs(value));
+            row.component_abs_max = larger(row.component_abs_max, std::fabs(value));
         }
         row.norm_final = std::sqrt(sum);
-        row.norm_max = std::max(row.norm_max, row.norm_final);
+        row.norm_max = larger(row.norm_max, row.norm_final);
         row.norm_mean += row.norm_final / n;
     }
     row.int8_tensor = quantisation_error(components, 1, 8);
@@ -249,14 +261,14 @@ StabilityRow measure_stability(const LagVariant& variant, const VariantSettings&
     size_t close = 0;
     for (size_t t = half; t + 1 < lags; t++) {
         row.phase_ratio_far_mean += psi[t + 1] - psi[t];
-        close += std::fabs(omega * (psi[t + 1] - psi[t])) < 1e-3;
+        close += std::fabs(omega * (psi[t + 1] - psi[t])) < kCollision;
     }
     const double far_steps = static_cast<double>(lags - 1 - half);
     row.phase_ratio_far_mean /= far_steps;
     row.local_collisions = static_cast<double>(close) / far_steps;
     row.far_phase_span = omega * (psi[lags - 1] - psi[half]);
 
-    const int64_t far = T - static_cast<int64_t>(half), sample = std::min<int64_t>(far, 4096);
+    const int64_t far = T - static_cast<int64_t>(half), sample = std::min<int64_t>(far, kFarSample);
     std::vector<double> angles;
     Matrix functions = make_matrix(sample, 2 * static_cast<int64_t>(orders));
     for (int64_t at : evenly_spaced(0, far - 1, sample)) {
@@ -285,14 +297,17 @@ LabResult run_stability(const VariantSettings& settings) {
             for (int64_t context : settings.contexts)
                 jobs.push_back({&find_variant("--variants", name), cycles, context});
     std::vector<StabilityRow> rows(jobs.size());
-#pragma omp parallel for schedule(dynamic)
-    for (size_t i = 0; i < jobs.size(); i++)
+    run_jobs(jobs.size(), fmt::format("the components of {} lags", settings.contexts.back()), [&](size_t i) {
         rows[i] = measure_stability(*jobs[i].variant, settings, jobs[i].cycles, jobs[i].context);
+    });
 
     LabResult result;
     result.name = "stability";
     result.title = "Norms, phases and quantisation of jets at far lags (Table 5)";
     result.settings = settings_json(settings);
+    result.settings["collision_radians"] = kCollision;
+    result.settings["far_sample"] = kFarSample;
+    result.settings["singular_value_floor"] = kSingularValueFloor;
     result.table.columns = {"variant",
                             "eval_len",
                             "train_len",
@@ -321,6 +336,10 @@ LabResult run_stability(const VariantSettings& settings) {
                             "wrapped_phase_nearest_median",
                             "far_gram_condition_number",
                             "nonfinite_count"};
+    for (const StabilityRow& row : rows)
+        if (row.nonfinite > 0)
+            result.notes.push_back(fmt::format("{} at context {}, {} cycles: {} values of the kernel are not finite",
+                                               row.variant, row.context, row.cycles, row.nonfinite));
     for (const StabilityRow& row : rows)
         result.table.rows.push_back({row.variant,
                                      row.context,
@@ -363,12 +382,14 @@ LabResult run_stability(const VariantSettings& settings) {
     std::vector<StabilityRow> first;
     for (const StabilityRow& row : rows)
         if (row.cycles == settings.cycles.front()) first.push_back(row);
+    // The norms do not depend on the cycles; the phases do.
+    const std::string of = settings.cycles.size() > 1 ? fmt::format(", {} cycles", settings.cycles.front()) : "";
     result.panels = {
         context_panel(first, settings, "Norm of the components", "norm at the last lag", true,
                       [](const StabilityRow& row) { return row.norm_final; }),
         context_panel(first, settings, "Phase that one token adds at the end", "psi(T-1) - psi(T-2)", true,
                       [](const StabilityRow& row) { return row.phase_ratio_final; }),
-        context_panel(first, settings, "Phase of the far half", "radians", true,
+        context_panel(first, settings, "Phase of the far half" + of, "radians", true,
                       [](const StabilityRow& row) { return row.far_phase_span; }),
         context_panel(first, settings, "int4 error, one scale", "relative error", true,
                       [](const StabilityRow& row) { return row.int4_tensor; }),
@@ -420,7 +441,7 @@ static double relative_error(std::span<const float> found, std::span<const float
         error += e * e;
         size += w * w;
     }
-    return size > 0 ? std::sqrt(error / size) : 0;
+    return size == 0 ? 0 : std::sqrt(error / size);
 }
 
 static double relative_error(const std::vector<double>& found, const std::vector<double>& wanted) {
@@ -429,7 +450,7 @@ static double relative_error(const std::vector<double>& found, const std::vector
         error += (found[i] - wanted[i]) * (found[i] - wanted[i]);
         size += wanted[i] * wanted[i];
     }
-    return size > 0 ? std::sqrt(error / size) : 0;
+    return size == 0 ? 0 : std::sqrt(error / size);
 }
 
 CacheSettings cache_defaults() {
@@ -489,17 +510,17 @@ static CacheRow measure_cache(const std::string& variant, const FloatMatrix& fea
     row.context = T;
     for (size_t t = 0; t < static_cast<size_t>(T); t++) {
         row.norm_final = norm_of(std::span(keys.values).subspan(t * dim, dim));
-        row.norm_max = std::max(row.norm_max, row.norm_final);
+        row.norm_max = larger(row.norm_max, row.norm_final);
         row.norm_mean += row.norm_final / n;
         if (t >= half) row.norm_far_mean += row.norm_final / (n - static_cast<double>(half));
     }
     for (float x : keys.values) {
-        row.abs_max = std::max(row.abs_max, static_cast<double>(std::fabs(x)));
+        row.abs_max = larger(row.abs_max, static_cast<double>(std::fabs(x)));
         row.nonfinite += !std::isfinite(x);
     }
     double mean = 0, squares = 0;
     for (double x : logits) {
-        row.logit_abs_max = std::max(row.logit_abs_max, std::fabs(x));
+        row.logit_abs_max = larger(row.logit_abs_max, std::fabs(x));
         mean += x / n;
     }
     for (double x : logits) squares += (x - mean) * (x - mean);
@@ -544,14 +565,13 @@ LabResult run_cache(const CacheSettings& settings) {
     std::vector<const LagVariant*> variants;
     for (const std::string& name : s.variants) variants.push_back(&find_variant("--variants", name));
     std::vector<CacheRow> rows(variants.size() * s.contexts.size());
-#pragma omp parallel for schedule(dynamic)
-    for (size_t v = 0; v < variants.size(); v++) {
+    run_jobs(variants.size(), fmt::format("keys of {} numbers at {} lags", settings.cache_dim, longest), [&](size_t v) {
         const FloatMatrix features = lag_features(*variants[v], s, 0, longest);
         const FloatMatrix keys = product(features, key_mix);
         for (size_t c = 0; c < s.contexts.size(); c++)
             rows[v * s.contexts.size() + c] =
                 measure_cache(variants[v]->name, features, keys, query_mix, s.contexts[c]);
-    }
+    });
     LabSummary summary;
     summary.title = fmt::format("Context {}", s.contexts.back());
     summary.table.columns = {"variant",    "key norm",   "logit std", "int8 cache",
@@ -574,6 +594,10 @@ LabResult run_cache(const CacheSettings& settings) {
                                   row.logit_std};
         for (const auto& errors : row.errors) line.insert(line.end(), std::begin(errors), std::end(errors));
         line.push_back(row.nonfinite);
+        if (row.nonfinite > 0 || !std::isfinite(row.logit_std))
+            result.notes.push_back(fmt::format(
+                "{} at context {}: {} values of the keys are not finite in float32, logits have a deviation of {}",
+                row.variant, row.context, row.nonfinite, short_number(row.logit_std)));
         result.table.rows.push_back(line);
         if (row.context == s.contexts.back())
             summary.table.rows.push_back({row.variant, row.norm_final, row.logit_std, row.errors[0][0],
@@ -612,57 +636,68 @@ struct Retrieved {
     LagBucket bucket;
     double top1, within_1, within_8, within_64, in_bucket, mean_error, median_error;
     double target_score, other_score, margin, min_margin, ties;
+    int64_t nonfinite_rows;  // of all candidates: features whose norm is beyond float
 };
 
 // keys: (F, T - 1), unit columns at lags 1..T-1; rows: the same transposed. The first of equal scores wins; a tie is a
-// score of at least the target's minus 1e-6, the target's own among them.
+// score of at least the target's minus 1e-6, the target's own among them. A query whose own score is not a number finds
+// nothing, at an error of NaN.
 static Retrieved retrieve(const FloatMatrix& rows, const FloatMatrix& keys, const LagBucket& bucket, int queries) {
     const std::vector<int64_t> lags = evenly_spaced(bucket.first, bucket.last, queries);
-    FloatMatrix asked = make_float_matrix(queries, rows.columns);
-    for (size_t q = 0; q < lags.size(); q++)
-        std::copy_n(rows.values.begin() + (lags[q] - 1) * rows.columns, rows.columns,
-                    asked.values.begin() + static_cast<int64_t>(q) * rows.columns);
-    const FloatMatrix scores = product(asked, keys);
     std::vector<int64_t> found(lags.size()), ties(lags.size());
     std::vector<float> target(lags.size()), other(lags.size());
+    // So many queries at a time that their scores stay below 64 MiB.
+    const int64_t block = std::clamp<int64_t>((int64_t{1} << 24) / keys.columns, 1, queries);
+    FloatMatrix scores;
+    for (int64_t first = 0; first < queries; first += block) {
+        FloatMatrix asked = make_float_matrix(std::min(block, queries - first), rows.columns);
+        for (int64_t i = 0; i < asked.rows; i++)
+            std::copy_n(rows.values.begin() + (lags[static_cast<size_t>(first + i)] - 1) * rows.columns, rows.columns,
+                        asked.values.begin() + i * rows.columns);
+        scores = product(asked, keys);
 #pragma omp parallel for schedule(static)
-    for (size_t q = 0; q < lags.size(); q++) {
-        const float* row = &scores.values[q * static_cast<size_t>(scores.columns)];
-        const int64_t own = lags[q] - 1;
-        target[q] = row[own];
-        const float threshold = target[q] - 1e-6f;
-        int64_t best = 0, count = 0;
-        float second = -INFINITY;
-        for (int64_t i = 0; i < scores.columns; i++) {
-            if (row[i] > row[best]) best = i;
-            if (row[i] > second && i != own) second = row[i];
-            count += row[i] >= threshold;
+        for (int64_t j = 0; j < asked.rows; j++) {
+            const size_t q = static_cast<size_t>(first + j);
+            const float* row = &scores.values[static_cast<size_t>(j * scores.columns)];
+            const int64_t own = lags[q] - 1;
+            target[q] = row[own];
+            const float threshold = target[q] - 1e-6f;
+            int64_t best = 0, count = 0;
+            float second = -INFINITY;
+            for (int64_t i = 0; i < scores.columns; i++) {
+                // NaN counts as larger than every number.
+                if (!(row[i] <= row[best]) && !std::isnan(row[best])) best = i;
+                if (!(row[i] <= second) && !std::isnan(second) && i != own) second = row[i];
+                count += row[i] >= threshold;
+            }
+            found[q] = best + 1;
+            other[q] = second;
+            ties[q] = count;
         }
-        found[q] = best + 1;
-        other[q] = second;
-        ties[q] = count;
     }
     Retrieved out = {};
     out.bucket = bucket;
     std::vector<double> errors;
     const double share = 1.0 / static_cast<double>(lags.size());
     for (size_t q = 0; q < lags.size(); q++) {
-        const int64_t error = std::abs(found[q] - lags[q]);
-        errors.push_back(static_cast<double>(error));
+        const bool finds = !std::isnan(target[q]);
+        const double error = finds ? static_cast<double>(std::abs(found[q] - lags[q])) : NAN;
+        errors.push_back(error);
         out.top1 += share * (error == 0);
         out.within_1 += share * (error <= 1);
         out.within_8 += share * (error <= 8);
         out.within_64 += share * (error <= 64);
-        out.in_bucket += share * (found[q] >= bucket.first && found[q] <= bucket.last);
-        out.mean_error += share * static_cast<double>(error);
+        out.in_bucket += share * (finds && found[q] >= bucket.first && found[q] <= bucket.last);
+        out.mean_error += share * error;
         out.target_score += share * static_cast<double>(target[q]);
         out.other_score += share * static_cast<double>(other[q]);
         const double margin = static_cast<double>(target[q] - other[q]);
         out.margin += share * margin;
-        out.min_margin = q == 0 ? margin : std::min(out.min_margin, margin);
+        out.min_margin = q == 0 ? margin : smaller(out.min_margin, margin);
         out.ties += share * static_cast<double>(ties[q]);
     }
-    std::sort(errors.begin(), errors.end());
+    std::sort(errors.begin(), errors.end(),
+              [](double a, double b) { return a < b || (std::isnan(b) && !std::isnan(a)); });
     out.median_error = errors[(errors.size() - 1) / 2];
     return out;
 }
@@ -683,6 +718,10 @@ LabResult run_retrieval(const RetrievalSettings& settings) {
     result.settings = settings_json(s);
     result.settings["precisions"] = settings.precisions;
     result.settings["queries"] = settings.queries;
+    result.settings["tie_margin"] = 1e-6;
+    result.settings["bucket_starts"] = Json::object();
+    for (const Bucket& bucket : lag_buckets(s.train_len, longest))
+        result.settings["bucket_starts"][bucket.name] = bucket.first;
     result.table.columns = {"variant",
                             "precision",
                             "eval_len",
@@ -704,7 +743,8 @@ LabResult run_retrieval(const RetrievalSettings& settings) {
                             "mean_best_nonself_score",
                             "mean_margin",
                             "min_margin",
-                            "mean_tie_count"};
+                            "mean_tie_count",
+                            "nonfinite_rows"};
     // Top-1 at the last context, by precision, variant and bucket.
     const std::vector<LagBucket> last_buckets = lag_buckets(s.train_len, s.contexts.back());
     for (const std::string& precision : settings.precisions) {
@@ -727,23 +767,23 @@ LabResult run_retrieval(const RetrievalSettings& settings) {
     for (const std::string& name : s.variants) variants.push_back(&find_variant("--variants", name));
     for (const std::string& name : settings.precisions) bits.push_back(precision_bits(name));
     std::vector<std::vector<Retrieved>> found(variants.size());
-#pragma omp parallel for schedule(dynamic)
-    for (size_t v = 0; v < variants.size(); v++) {
+    const int64_t F = static_cast<int64_t>(s.cycles.size()) * 2 * (s.max_order + 1);
+    run_jobs(variants.size(), fmt::format("{} features at {} lags", F, longest), [&](size_t v) {
         const FloatMatrix all = lag_features(*variants[v], s, 1, longest);
         for (size_t p = 0; p < bits.size(); p++)
             for (int64_t T : s.contexts) {
                 FloatMatrix rows = first_rows(all, T - 1);
                 if (bits[p] < 32) rows = quantised(rows, bits[p], true);
-                normalise_rows(rows);
+                const int64_t nonfinite_rows = normalise_rows(rows);
                 const FloatMatrix keys = transposed(rows);
                 for (const LagBucket& bucket : lag_buckets(s.train_len, T)) {
                     found[v].push_back(retrieve(rows, keys, bucket, settings.queries));
                     found[v].back().precision = p;
                     found[v].back().context = T;
+                    found[v].back().nonfinite_rows = nonfinite_rows;
                 }
             }
-    }
-    const int64_t F = static_cast<int64_t>(s.cycles.size()) * 2 * (s.max_order + 1);
+    });
     for (size_t v = 0; v < variants.size(); v++) {
         const std::string name = variants[v]->name;
         for (size_t p = 0; p < bits.size(); p++) {
@@ -751,17 +791,33 @@ LabResult run_retrieval(const RetrievalSettings& settings) {
             result.panels[p].series.push_back({name, {}, {}});
         }
         for (const Retrieved& r : found[v]) {
-            result.table.rows.push_back({name,           settings.precisions[r.precision],
-                                         r.context,      s.train_len,
-                                         r.bucket.name,  r.bucket.first,
-                                         r.bucket.last,  settings.queries,
-                                         r.context - 1,  F,
-                                         r.top1,         r.within_1,
-                                         r.within_8,     r.within_64,
-                                         r.in_bucket,    r.mean_error,
-                                         r.median_error, r.target_score,
-                                         r.other_score,  r.margin,
-                                         r.min_margin,   r.ties});
+            result.table.rows.push_back({name,
+                                         settings.precisions[r.precision],
+                                         r.context,
+                                         s.train_len,
+                                         r.bucket.name,
+                                         r.bucket.first,
+                                         r.bucket.last,
+                                         settings.queries,
+                                         r.context - 1,
+                                         F,
+                                         r.top1,
+                                         r.within_1,
+                                         r.within_8,
+                                         r.within_64,
+                                         r.in_bucket,
+                                         r.mean_error,
+                                         r.median_error,
+                                         r.target_score,
+                                         r.other_score,
+                                         r.margin,
+                                         r.min_margin,
+                                         r.ties,
+                                         r.nonfinite_rows});
+            if (r.nonfinite_rows > 0 && r.bucket.first == 1)
+                result.notes.push_back(fmt::format("{} at context {}, {}: {} of {} rows are not finite in float32",
+                                                   name, r.context, settings.precisions[r.precision], r.nonfinite_rows,
+                                                   r.context - 1));
             if (r.context != s.contexts.back()) continue;
             result.summaries[r.precision].table.rows.back().push_back(r.top1);
             LabSeries& series = result.panels[r.precision].series.back();

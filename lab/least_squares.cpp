@@ -23,7 +23,7 @@ Standardisation column_statistics(const Matrix& columns) {
         mean /= static_cast<double>(columns.rows);
         for (int64_t i = 0; i < columns.rows; i++) squares += (x[i] - mean) * (x[i] - mean);
         s.mean.push_back(mean);
-        s.deviation.push_back(std::max(std::sqrt(squares / static_cast<double>(columns.rows - 1)), 1e-8));
+        s.deviation.push_back(std::max(std::sqrt(squares / static_cast<double>(columns.rows - 1)), kDeviationFloor));
     }
     return s;
 }
@@ -54,12 +54,14 @@ Matrix least_squares(const Matrix& design, const Matrix& targets) {
 double condition_number(const Matrix& matrix) {
     // Of a tall matrix the singular values are those of the triangular factor, which is small.
     EigenMatrix square = view(matrix);
+    if (!square.allFinite()) return NAN;
     if (matrix.rows > matrix.columns) {
         const Eigen::HouseholderQR<EigenMatrix> qr(square);
         square = qr.matrixQR().topRows(matrix.columns).triangularView<Eigen::Upper>();
     }
     const Eigen::JacobiSVD<EigenMatrix> svd(square);
-    return svd.singularValues()(0) / std::max(svd.singularValues()(svd.singularValues().size() - 1), 1e-12);
+    return svd.singularValues()(0) /
+           std::max(svd.singularValues()(svd.singularValues().size() - 1), kSingularValueFloor);
 }
 
 }  // namespace jetlag

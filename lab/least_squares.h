@@ -17,6 +17,9 @@ inline Matrix make_matrix(int64_t rows, int64_t columns) {
     return {rows, columns, std::vector<double>(static_cast<size_t>(rows * columns), 0.0)};
 }
 
+// A deviation counts as at least the first, a smallest singular value as at least the second.
+inline constexpr double kDeviationFloor = 1e-8, kSingularValueFloor = 1e-12;
+
 // Mean and sample standard deviation (n - 1) of every column, the latter at least 1e-8.
 struct Standardisation {
     std::vector<double> mean, deviation;

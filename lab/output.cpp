@@ -11,12 +11,12 @@
 namespace jetlag {
 
 std::string short_number(double value) {
-    return fmt::format("{:.4g}", value);
+    return std::isnan(value) ? "nan" : fmt::format("{:.4g}", value);
 }
 
 static std::string exact_cell(const Json& cell) {
     if (cell.is_string()) return cell.get<std::string>();
-    if (cell.is_number_float()) return fmt::format("{}", cell.get<double>());
+    if (cell.is_number_float()) return std::isnan(cell.get<double>()) ? "nan" : fmt::format("{}", cell.get<double>());
     return cell.dump();
 }
 
@@ -39,14 +39,27 @@ std::string result_csv(const LabResult& result) {
     return text;
 }
 
-std::string result_json(const LabResult& result) {
+static Json rows_json(const LabTable& table) {
     Json rows = Json::array();
-    for (const auto& row : result.table.rows) {
+    for (const auto& row : table.rows) {
         Json object = Json::object();
-        for (size_t c = 0; c < row.size(); c++) object[result.table.columns[c]] = row[c];
+        for (size_t c = 0; c < row.size(); c++) object[table.columns[c]] = row[c];
         rows.push_back(object);
     }
-    return Json{{"diagnostic", result.name}, {"settings", result.settings}, {"rows", rows}}.dump(1) + "\n";
+    return rows;
+}
+
+std::string result_json(const LabResult& result) {
+    Json summaries = Json::array();
+    for (const LabSummary& summary : result.summaries) {
+        const LabTable& table = summary.numbers.columns.empty() ? summary.table : summary.numbers;
+        summaries.push_back({{"title", summary.title}, {"rows", rows_json(table)}});
+    }
+    Json document = {{"diagnostic", result.name}, {"settings", result.settings}};
+    document["summaries"] = summaries;
+    document["notes"] = result.notes;
+    document["rows"] = rows_json(result.table);
+    return document.dump(1) + "\n";
 }
 
 static size_t text_columns(const LabTable& table) {
@@ -65,6 +78,7 @@ std::string result_text(const LabResult& result) {
         }
         text += "\n" + summary.title + "\n" + aligned_table(rows, text_columns(summary.table));
     }
+    for (size_t i = 0; i < result.notes.size(); i++) text += (i == 0 ? "\nnote: " : "note: ") + result.notes[i] + "\n";
     return text;
 }
 
@@ -138,12 +152,15 @@ static std::string figure_script(const LabResult& result) {
 
 static const char* const kExtensions[] = {".csv", ".json", ".svg"};
 
+void check_lab_file(const std::filesystem::path& file, bool force) {
+    if (std::filesystem::is_directory(file)) fail_usage("{}: is a folder (wanted a file)", file.string());
+    if (!force && std::filesystem::exists(file))
+        fail_usage("{}: exists already; give another folder with --out, or --force to replace it", file.string());
+}
+
 void check_lab_folder(const std::filesystem::path& folder, const std::vector<std::string>& names, bool force) {
     for (const std::string& name : names)
-        for (const char* extension : kExtensions)
-            if (!force && std::filesystem::exists(folder / (name + extension)))
-                fail_usage("{}: exists already; give another folder with --out, or --force to replace it",
-                           (folder / (name + extension)).string());
+        for (const char* extension : kExtensions) check_lab_file(folder / (name + extension), force);
     check_gnuplot(folder / (names.front() + ".svg"));
     make_folder(folder);
 }
@@ -211,6 +228,7 @@ std::string result_page(const std::filesystem::path& folder, const std::vector<L
         for (const LabSummary& summary : result.summaries)
             page += "<h3>" + html_text(summary.title) + "</h3>\n<div class=\"wide\">" + html_table(summary.table) +
                     "</div>\n";
+        for (const std::string& note : result.notes) page += "<p>" + html_text(note) + "</p>\n";
         page += "<details><summary>Settings</summary>\n<pre>" + html_text(result.settings.dump(1)) +
                 "</pre></details>\n<details><summary>All numbers</summary>\n<div class=\"wide\">" +
                 html_table(result.table) + "</div></details>\n";

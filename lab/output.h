@@ -34,6 +34,7 @@ struct LabPanel {
 struct LabSummary {
     std::string title;
     LabTable table;
+    LabTable numbers;  // for the JSON, where cells of `table` are texts of several numbers; empty: `table`
 };
 
 struct LabResult {
@@ -42,19 +43,24 @@ struct LabResult {
     Json settings;      // everything that the numbers depend on
     LabTable table;     // every number
     std::vector<LabSummary> summaries;
+    std::vector<std::string> notes;  // lines on what a reader must know of the numbers
     std::vector<LabPanel> panels;
 };
 
-// A number for reading: four significant digits.
+// A number for reading: four significant digits; "nan" without a sign.
 std::string short_number(double value);
 
 std::string result_csv(const LabResult& result);
 
-// {"diagnostic": NAME, "settings": {...}, "rows": [{column: value, ...}, ...]}; a number that is not finite is null.
+// {"diagnostic": NAME, "settings": {...}, "summaries": [{"title": TITLE, "rows": [...]}, ...], "notes": [...],
+// "rows": [{column: value, ...}, ...]}; a number that is not finite is null.
 std::string result_json(const LabResult& result);
 
 // The summaries as aligned tables.
 std::string result_text(const LabResult& result);
+
+// Errors, with exit code 2, if the file is a folder, or is there already and `force` is false.
+void check_lab_file(const std::filesystem::path& file, bool force);
 
 // Errors, with exit code 2, if the folder holds files of one of these diagnostics already and `force` is false; creates
 // the folder. Errors: it cannot be created, gnuplot is not there.

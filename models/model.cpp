@@ -17,7 +17,6 @@ static constexpr int64_t kHeadRows = 2048;
 // Rows of a chunk of the forward pass, for each thread: what a row needs between two attentions, nine times C floats,
 // then stays in the second-level cache. Backward cuts its sums over rows into chunks of its own, whose number must not
 // depend on the threads.
-static constexpr int64_t kForwardRows = 1024;
 static constexpr int64_t kBackwardRows = 8192;
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -310,7 +309,7 @@ static ActivationSizes place(Activations& acts, float* base, const ModelShape& s
                              bool with_stats) {
     const bool backward = mode != Mode::inference, shared = mode != Mode::training;
     const int64_t N = B * T, R = head_rows(s, B, T), C = s.embed_dim;
-    acts.chunk = std::min(N, kForwardRows * thread_count());
+    acts.chunk = std::min(N, forward_rows());
     const int64_t kept = backward ? N : acts.chunk;  // rows of what only backward reads again
     int64_t used = 0;
     const auto take = [&](int64_t n) {

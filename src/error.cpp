@@ -49,6 +49,7 @@ int run_main(const char* program, const std::function<int()>& body) {
     handle(SIGINT, on_interrupt);
     handle(SIGTERM, on_interrupt);
     handle(SIGBUS, on_bus_error);
+    handle(SIGXFSZ, SIG_IGN);  // so that a write beyond the limit on a file's size is an error with a message
     try {
         const int code = body();
         if (std::fflush(stdout) != 0 || std::ferror(stdout) != 0)

@@ -45,7 +45,8 @@ std::string one_line(std::string text);
 
 // Runs the body of main and returns the exit code. An exception becomes the one line
 // "PROGRAM: error: MESSAGE" on stderr (one_line()). SIGINT and SIGTERM, unless the
-// body handles them, end the program with such a line and exit code 1.
+// body handles them, end the program with such a line and exit code 1. A file that reaches the limit on its size is an
+// error of the write.
 int run_main(const char* program, const std::function<int()>& body);
 
 }  // namespace jetlag

@@ -2,9 +2,11 @@
 
 #include <sys/wait.h>
 
+#include <cerrno>
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 
 #include "src/error.h"
 #include "src/files.h"
@@ -38,7 +40,14 @@ void draw_svg(const std::filesystem::path& svg, const std::string& script) {
     const bool is_drawn = status == 0 && std::filesystem::exists(drawn) && std::filesystem::file_size(drawn, error) > 0;
     const std::string picture = is_drawn ? read_file(drawn) : "";
     std::filesystem::remove(drawn, error);
-    if (!is_drawn || picture.find("</svg>") == std::string::npos)
+    // Gnuplot does not look at whether its writes succeed: a picture that stops early was cut off by the disk, and
+    // writing as much again says why.
+    if (status == 0 && picture.find("</svg>") == std::string::npos) {
+        write_file_atomically(drawn, std::string(2 * picture.size() + (1 << 20), ' '));
+        std::filesystem::remove(drawn, error);
+        fail("{}: gnuplot wrote only the first {} bytes of it", svg.string(), picture.size());
+    }
+    if (!is_drawn)
         fail("{}: gnuplot could not draw it (exit code {})", svg.string(),
              WIFEXITED(status) ? WEXITSTATUS(status) : -1);
     write_file_atomically(svg, picture);

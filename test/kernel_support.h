@@ -198,8 +198,15 @@ struct ThreadCount {
 
 // The emulator's seed until the end of the scope; other backends do not look at it.
 struct EmulatorSeed {
+    const char* before = std::getenv("JETLAG_EMU_SEED");
+    const std::string restored = before != nullptr ? before : "";
     explicit EmulatorSeed(int seed) { setenv("JETLAG_EMU_SEED", std::to_string(seed).c_str(), 1); }
-    ~EmulatorSeed() { unsetenv("JETLAG_EMU_SEED"); }
+    ~EmulatorSeed() {
+        if (before != nullptr)
+            setenv("JETLAG_EMU_SEED", restored.c_str(), 1);
+        else
+            unsetenv("JETLAG_EMU_SEED");
+    }
     EmulatorSeed(const EmulatorSeed&) = delete;
 };
 

@@ -105,6 +105,10 @@ void set_thread_count(int count) {
     omp_set_num_threads(std::max(1, count));
 }
 
+int64_t forward_rows() {
+    return 1024 * thread_count();
+}
+
 double measure_peak_flops() {
     double best = 0;
     const int64_t rounds = 1 << 20;

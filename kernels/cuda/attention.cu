@@ -491,7 +491,7 @@ constexpr auto forward_tile() {
     if constexpr (Dim <= 64)
         return Tile<Dim, 4, 4, 8>();
     else if constexpr (kTensor<Dim>)
-        return Tile < Dim, 4, 2, kTf32 ? 4 : 8 > ();
+        return Tile<Dim, 4, 2, (kTf32 ? 4 : 8)>();
     else if constexpr (Dim <= 128)
         return Tile<Dim, 2, 4, 4>();
     else
@@ -769,6 +769,7 @@ __global__ void __launch_bounds__(ForwardTile<Dim>::kThreads, kForwardBlocks<Dim
     const Lane<Tile> lane;
     const int warp_row = i0 + lane.warp * Tile::kWarpRows;
 
+    expect_dynamic_shared<Shared::kBytes>();
     Element* query = dynamic_shared<Element>();
     float* weights = dynamic_shared<float>() + Shared::kQuery;
     float* stages = weights + Shared::kWeights;
@@ -994,6 +995,7 @@ __global__ void __launch_bounds__(BackwardTile<Dim>::kThreads, kDqBlocks<Dim>)
     const Lane<Tile> lane;
     const int thread = static_cast<int>(threadIdx.x);
 
+    expect_dynamic_shared<Shared::kBytes>();
     Element* query = dynamic_shared<Element>();
     Element* dout = query + kM * Tile::kStride;
     float* weights = dynamic_shared<float>() + 2 * Shared::kOwn;
@@ -1148,6 +1150,7 @@ __global__ void __launch_bounds__(BackwardTile<Dim>::kThreads) attention_dkdv_ke
     const Lane<Tile> lane;
     const int warp_key = j0 + lane.warp * Tile::kWarpRows;
 
+    expect_dynamic_shared<Shared::kBytes>();
     Element* key = dynamic_shared<Element>();
     Element* value = key + kM * Tile::kStride;
     [[maybe_unused]] float* weights = dynamic_shared<float>() + 2 * Shared::kOwn;

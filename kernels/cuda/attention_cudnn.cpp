@@ -390,10 +390,14 @@ Plan make_plan(const Shape& shape) {
     if (found == 0)
         throw std::runtime_error("cuDNN " + std::to_string(cudnnGetVersion()) + " has no engine for attention's " +
                                  text_of(shape) + " on this GPU: take model.attention: fused");
-    made.settings = settings[0];
-    made.plan = make(CUDNN_BACKEND_EXECUTION_PLAN_DESCRIPTOR);
-    set(made.plan, CUDNN_ATTR_EXECUTION_PLAN_ENGINE_CONFIG, made.settings);
-    finalize(made.plan, "plan for attention's " + text_of(shape));
+    // Of the engines proposed the first of which there is a plan: some turn out not to be there.
+    for (int64_t i = 0; i < found; i++) {
+        made.settings = settings[static_cast<size_t>(i)];
+        made.plan = make(CUDNN_BACKEND_EXECUTION_PLAN_DESCRIPTOR);
+        set(made.plan, CUDNN_ATTR_EXECUTION_PLAN_ENGINE_CONFIG, made.settings);
+        if (cudnnBackendFinalize(made.plan.get()) == CUDNN_STATUS_SUCCESS) break;
+        if (i + 1 == found) finalize(made.plan, "plan for attention's " + text_of(shape));
+    }
     check(cudnnBackendGetAttribute(made.plan.get(), CUDNN_ATTR_EXECUTION_PLAN_WORKSPACE_SIZE, CUDNN_TYPE_INT64, 1,
                                    &found, &made.workspace_bytes),
           "workspace");

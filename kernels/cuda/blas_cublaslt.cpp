@@ -5,6 +5,7 @@
 // for it), also for the sums of bf16 and tf32 products, and sums that are split are added up in float in a fixed order,
 // so that the same inputs give the same bits.
 #include <cublasLt.h>
+#include <cuda_runtime.h>
 
 #include <algorithm>
 #include <map>
@@ -17,7 +18,9 @@
 
 namespace jetlag {
 
-cudaStream_t device_stream();  // of kernels/cuda/device.h, which is for kernels and nvcc
+// Of kernels/cuda/device.h and runtime.h, which are for kernels and nvcc.
+cudaStream_t device_stream();
+void* device_scratch(size_t bytes);
 
 static void check(cublasStatus_t status, const char* what) {
     if (status != CUBLAS_STATUS_SUCCESS)
@@ -34,7 +37,7 @@ struct Product {
 
 // What the choice of an algorithm depends on besides.
 struct Alignments {
-    uint32_t a, b, d, bias;
+    uint32_t a, b, d;
 };
 
 struct Plan {
@@ -102,11 +105,11 @@ static Plan make_plan(const Product& p, const Alignments& alignments) {
 
 static void multiply(void* d, const real* a, const real* b, const real* bias, const Product& p) {
     // The result's type goes with `accumulate`.
-    using Key = std::tuple<int64_t, int64_t, int64_t, bool, bool, bool, bool, uint32_t, uint32_t, uint32_t, uint32_t>;
+    using Key = std::tuple<int64_t, int64_t, int64_t, bool, bool, bool, bool, uint32_t, uint32_t, uint32_t>;
     static std::map<Key, Plan> plans;
     static void* const workspace = device_alloc(kWorkspaceBytes);
-    const Alignments at = {alignment(a), alignment(b), alignment(d), p.with_bias ? alignment(bias) : 0};
-    const Key key = {p.m, p.n, p.k, p.transpose_a, p.transpose_b, p.with_bias, p.accumulate, at.a, at.b, at.d, at.bias};
+    const Alignments at = {alignment(a), alignment(b), alignment(d)};
+    const Key key = {p.m, p.n, p.k, p.transpose_a, p.transpose_b, p.with_bias, p.accumulate, at.a, at.b, at.d};
     auto found = plans.find(key);
     if (found == plans.end()) found = plans.emplace(key, make_plan(p, at)).first;
     const Plan& plan = found->second;
@@ -120,6 +123,13 @@ static void multiply(void* d, const real* a, const real* b, const real* bias, co
 }
 
 void blas_forward(real* out, const real* inp, const real* weight, const real* bias, int64_t N, int64_t C, int64_t OC) {
+    // An epilogue may read the bias 16 bytes at a time, and nothing tells cuBLASLt that it lies elsewhere.
+    if (const size_t bytes = static_cast<size_t>(OC) * sizeof(real); alignment(bias) < 16) {
+        void* aligned = device_scratch(bytes);
+        if (cudaMemcpyAsync(aligned, bias, bytes, cudaMemcpyDeviceToDevice, device_stream()) != cudaSuccess)
+            throw std::runtime_error("copy of a bias");
+        bias = static_cast<const real*>(aligned);
+    }
     multiply(out, weight, inp, bias,
              {.m = OC,
               .n = N,

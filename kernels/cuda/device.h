@@ -11,6 +11,9 @@
 //         type name[count] in shared memory. For rows: using Row = float[33]; SHARED_ARRAY(Row, tile, 32).
 //     T* dynamic_shared<T>()
 //         The shared_bytes of the launch, aligned to 16 bytes.
+//     expect_dynamic_shared<bytes>()
+//         Says how many they are, where that is known at compile time, for scripts/kernel_report; the emulator checks
+//         it.
 //     copy_async_16(shared, global), copy_async_16_or_zero(shared, global, in_range), copy_async_4(shared, global)
 //     copy_async_commit(), copy_async_wait<N>()
 //         Copies that go on while the thread computes. The wait is for all groups that the thread committed but the
@@ -82,6 +85,11 @@ extern __shared__ __align__(16) unsigned char dynamic_shared_memory[];
 template <typename T>
 __device__ __forceinline__ T* dynamic_shared() {
     return reinterpret_cast<T*>(dynamic_shared_memory);
+}
+
+template <size_t Bytes>
+__device__ __forceinline__ void expect_dynamic_shared() {
+    asm volatile("// dynamic shared %0" ::"n"(Bytes));
 }
 
 __device__ __forceinline__ unsigned shared_address(const void* shared) {

@@ -8,6 +8,7 @@
 #include <new>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "kernels/ops.h"
 
@@ -49,9 +50,10 @@ void device_zero(void* memory, size_t bytes) {
 }
 
 void copy_to_device(void* device, const void* host, size_t bytes) {
-    // Returns when the host's memory may change.
-    if (bytes > 0)
-        check_cuda(cudaMemcpyAsync(device, host, bytes, cudaMemcpyHostToDevice, device_stream()), "copy to the device");
+    if (bytes == 0) return;
+    check_cuda(cudaMemcpyAsync(device, host, bytes, cudaMemcpyHostToDevice, device_stream()), "copy to the device");
+    // The host's memory may change afterwards, and be gone.
+    device_wait();
 }
 
 void copy_to_host(void* host, const void* device, size_t bytes) {
@@ -94,13 +96,14 @@ void run_graph(Graph& graph, const std::function<void()>& ops) {
 // Grows in steps of twice the size. What was given out before is kept: kernels that were captured in a graph hold its
 // address.
 void* device_scratch(size_t bytes) {
-    static void* memory = nullptr;
+    static std::vector<void*> given;
     static size_t size = 0;
     if (bytes > size) {
-        size = std::max(bytes, std::max<size_t>(2 * size, 1 << 20));
-        memory = device_alloc(size);
+        const size_t wanted = std::max(bytes, std::max<size_t>(2 * size, 1 << 20));
+        given.push_back(device_alloc(wanted));
+        size = wanted;
     }
-    return memory;
+    return given.empty() ? nullptr : given.back();
 }
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -126,6 +129,10 @@ const char* simd_target_name() {
                                     std::to_string(device_properties().major) +
                                     std::to_string(device_properties().minor);
     return name.c_str();
+}
+
+int64_t forward_rows() {
+    return 32768;
 }
 
 // The host's threads: a kernel's own follow from its sizes.

@@ -6,8 +6,10 @@
 #include <unistd.h>
 
 #include <boost/context/detail/fcontext.hpp>
+#include <charconv>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <new>
 #include <stdexcept>
@@ -252,8 +254,15 @@ std::string describe(const Machine& m, const Fiber& fiber) {
     return text + " runs";
 }
 
+bool same(Site a, Site b) {
+    return a.line == b.line && (a.file == b.file || std::strcmp(a.file, b.file) == 0);
+}
+
+// A shuffle or a vote may stand in two places; PTX wants the one instruction where it says .aligned.
 bool same(const WarpOperation& a, const WarpOperation& b) {
-    return a.kind == b.kind && a.mask == b.mask && a.count == b.count && a.transposed == b.transposed;
+    const bool aligned = a.kind == Warp::mma_bf16 || a.kind == Warp::mma_tf32 || a.kind == Warp::load_matrix;
+    return a.kind == b.kind && a.mask == b.mask && a.mode == b.mode && a.count == b.count &&
+           a.transposed == b.transposed && (!aligned || same(a.site, b.site));
 }
 
 // The fiber waits in a warp operation. Stops if one of its lanes cannot come.
@@ -660,8 +669,7 @@ void block_barrier(Site site) {
             if (m.warps[i / kLanes].ended >> i % kLanes & 1)
                 stop_thread(me, "waits at __syncthreads at {}, but {}", describe(site), describe(m, m.fibers[i]));
     if (m.at_barrier == 0) m.barrier_site = site;
-    if (site.line != m.barrier_site.line ||
-        (site.file != m.barrier_site.file && std::strcmp(site.file, m.barrier_site.file) != 0))
+    if (!same(site, m.barrier_site))
         stop_thread(me, "waits at __syncthreads at {}, while others wait at __syncthreads at {}", describe(site),
                     describe(m.barrier_site));
     m.warps[me.number / kLanes].at_barrier |= 1u << me.number % kLanes;
@@ -726,12 +734,20 @@ void* dynamic_shared_memory() {
     return machine().arrays[0].data;
 }
 
+void check_dynamic_shared(size_t bytes) {
+    Machine& m = machine();
+    if (m.launch->shared_bytes != bytes)
+        stop_thread(*m.current, "{} bytes of dynamic shared memory, but the launch gave {}", bytes,
+                    m.launch->shared_bytes);
+}
+
 void copy_async(void* shared, const void* global, int bytes, bool zeros) {
     Machine& m = machine();
     Fiber& me = *m.current;
     Copies& copies = m.copies[me.number];
     if (!is_aligned(shared, bytes) || !in_shared(m, shared, bytes))
         stop_thread(me, "copy_async_{} to what is not {} aligned bytes of shared memory", bytes, bytes);
+    if (in_shared(m, global, bytes)) stop_thread(me, "copy_async_{} from shared memory", bytes);
     if (!is_aligned(global, bytes))
         stop_thread(me, "copy_async_{} from an address that is not aligned to {} bytes", bytes, bytes);
 #ifdef __SANITIZE_ADDRESS__
@@ -786,7 +802,12 @@ void run_grid(const char* text, dim3 grid, dim3 block, size_t shared_bytes, void
     const uint64_t threads = uint64_t{block.x} * block.y * block.z;
     const uint64_t blocks = uint64_t{grid.x} * grid.y * grid.z;
     const char* seed_text = std::getenv("JETLAG_EMU_SEED");
-    const uint64_t seed = seed_text == nullptr ? 1 : std::strtoull(seed_text, nullptr, 10);
+    uint64_t seed = 1;
+    if (seed_text != nullptr) {
+        const char* end = seed_text + std::strlen(seed_text);
+        if (const auto [at, error] = std::from_chars(seed_text, end, seed); error != std::errc() || at != end)
+            throw std::runtime_error(fmt::format("JETLAG_EMU_SEED={}: wanted a number", seed_text));
+    }
     const Launch launch{
         text, grid, block, shared_bytes, body, arguments, mix(seed ^ mix(launches++)), static_cast<int>(threads)};
     // i -> (i * prime + shift) mod blocks goes through all blocks: no number of blocks is a multiple of the prime.

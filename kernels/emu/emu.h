@@ -190,6 +190,7 @@ struct WarpOperation {
     uint32_t mask;
     Site site;
     uint64_t value = 0;  // what the lane brings; afterwards what it gets
+    int mode = 0;        // shuffle: which
     int source = 0;      // shuffle: the lane whose value it gets
     float* d = nullptr;  // mma
     const uint32_t *a = nullptr, *b = nullptr;
@@ -210,6 +211,7 @@ template <typename T>
 T shuffle(Shuffle kind, unsigned mask, T x, int operand, int width, Site site) {
     static_assert(std::is_trivially_copyable_v<T> && sizeof(T) <= 8);
     WarpOperation operation{.kind = Warp::shuffle, .mask = mask, .site = site};
+    operation.mode = static_cast<int>(kind);
     operation.source = shuffle_source(kind, operand, width);
     std::memcpy(&operation.value, &x, sizeof(T));
     warp_operation(operation);
@@ -235,6 +237,7 @@ T warp_butterfly(Warp kind, T x, Site site) {
 // array, filled with NaNs.
 void* shared_array(const void* key, const char* name, size_t bytes, size_t alignment);
 void* dynamic_shared_memory();
+void check_dynamic_shared(size_t bytes);  // stops unless the launch gave so many
 
 // cp.async of 4, 8 or 16 bytes. From here to the wait the destination holds NaNs.
 void copy_async(void* shared, const void* global, int bytes, bool zeros);
@@ -301,6 +304,11 @@ namespace jetlag {
 template <typename T>
 T* dynamic_shared() {
     return static_cast<T*>(emu::dynamic_shared_memory());
+}
+
+template <size_t Bytes>
+void expect_dynamic_shared() {
+    emu::check_dynamic_shared(Bytes);
 }
 
 inline void copy_async_16(void* shared, const void* global) {

@@ -95,6 +95,21 @@ __global__ void different_operations_kernel(float* out) {
     }
 }
 
+__global__ void different_shuffles_kernel(float* out) {
+    const float x = threadIdx.x % kWarp < 16 ? __shfl_up_sync(kAllLanes, 1.0f, 1) : __shfl_xor_sync(kAllLanes, 1.0f, 1);
+    out[threadIdx.x] = x;
+}
+
+__global__ void mma_in_two_branches_kernel(float* out) {
+    float d[4] = {};
+    const uint32_t a[4] = {}, b[2] = {};
+    if (threadIdx.x % kWarp < 16)
+        mma_bf16_16x8x16(d, a, b);
+    else
+        mma_bf16_16x8x16(d, a, b);
+    out[threadIdx.x] = d[0];
+}
+
 __global__ void own_lane_not_named_kernel(float* out) {
     out[threadIdx.x] = __shfl_sync(0x7fffffffu, 1.0f, 5);
 }
@@ -164,6 +179,21 @@ __global__ void copy_async_kernel(float* out, int offset, bool to_local) {
     copy_async_wait<0>();
 }
 
+__global__ void copy_async_from_shared_kernel(float* out) {
+    SHARED_ARRAY(float4, rows, 64);
+    rows[threadIdx.x] = make_float4(0, 0, 0, 0);
+    __syncthreads();
+    copy_async_16(&rows[threadIdx.x], &rows[63 - threadIdx.x]);
+    copy_async_commit();
+    copy_async_wait<0>();
+    out[threadIdx.x] = rows[threadIdx.x].x;
+}
+
+__global__ void wrong_dynamic_shared_kernel(float* out) {
+    expect_dynamic_shared<512>();
+    out[threadIdx.x] = dynamic_shared<float>()[0];
+}
+
 __device__ float recurse(volatile float* x, int depth) {
     volatile float here[256];
     here[depth % 256] = x[0];
@@ -228,6 +258,18 @@ void run_fault(Fault fault, float* out) {
             break;
         case Fault::different_operations:
             launch(different_operations_kernel, 2, 64, 0, stream, out);
+            break;
+        case Fault::different_shuffles:
+            launch(different_shuffles_kernel, 2, 64, 0, stream, out);
+            break;
+        case Fault::mma_in_two_branches:
+            launch(mma_in_two_branches_kernel, 2, 64, 0, stream, out);
+            break;
+        case Fault::copy_async_from_shared:
+            launch(copy_async_from_shared_kernel, 2, 64, 0, stream, out);
+            break;
+        case Fault::wrong_dynamic_shared:
+            launch(wrong_dynamic_shared_kernel, 2, 64, 256, stream, out);
             break;
         case Fault::own_lane_not_named:
             launch(own_lane_not_named_kernel, 2, 64, 0, stream, out);

@@ -22,6 +22,8 @@ enum class Fault {
     shuffle_then_end,          // the same, whoever comes first
     different_masks,
     different_operations,
+    different_shuffles,  // up in one half of a warp, exclusive or in the other
+    mma_in_two_branches,
     own_lane_not_named,
     source_not_named,
     lanes_beyond_block,  // a full mask in a warp of 8 threads
@@ -36,6 +38,8 @@ enum class Fault {
     load_matrix_unaligned,
     copy_async_to_local,
     copy_async_unaligned,
+    copy_async_from_shared,
+    wrong_dynamic_shared,  // the kernel expects another size than the launch gives
     deep_recursion,
 };
 // Runs a kernel with the fault in grids of (2) blocks of (64).

@@ -20,19 +20,12 @@ constexpr bool kAddressSanitizer = false;
 // The different results, bit for bit, under the seeds 1 .. 10.
 std::set<std::string> results_of_seeds(int64_t n, const std::function<void(float*)>& run) {
     std::set<std::string> results;
-    const char* before = std::getenv("JETLAG_EMU_SEED");
-    const std::string restored = before == nullptr ? "" : before;
     for (int seed = 1; seed <= 10; seed++) {
-        setenv("JETLAG_EMU_SEED", std::to_string(seed).c_str(), 1);
+        const EmulatorSeed emulator_seed(seed);
         const FloatBuffer out(Floats(static_cast<size_t>(n), 0.0f));
         run(out.data());
         const Floats values = out.read();
         results.insert(std::string(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(float)));
-    }
-    if (before == nullptr) {
-        unsetenv("JETLAG_EMU_SEED");
-    } else {
-        setenv("JETLAG_EMU_SEED", restored.c_str(), 1);
     }
     return results;
 }
@@ -103,6 +96,11 @@ TEST_F(EmulatorDeathTest, WarpOperations) {
     expect_report(Fault::different_operations, "different_operations_kernel",
                   "waits at (a shuffle|__syncwarp) with mask 0xffffffff at .*faults.cu:[0-9]+, but thread "
                   "\\([0-9]+,0,0\\) waits at (a shuffle|__syncwarp) with mask 0xffffffff at .*faults.cu:[0-9]+\n");
+    expect_report(Fault::different_shuffles, "different_shuffles_kernel",
+                  waits + "\\([0-9]+,0,0\\) waits at a shuffle with mask 0xffffffff");
+    expect_report(Fault::mma_in_two_branches, "mma_in_two_branches_kernel",
+                  "waits at mma_bf16 with mask 0xffffffff at .*faults.cu:[0-9]+, but thread \\([0-9]+,0,0\\) waits at "
+                  "mma_bf16 with mask 0xffffffff at .*faults.cu:[0-9]+\n");
     expect_report(Fault::own_lane_not_named, "own_lane_not_named_kernel", ".* which does not name its own lane 31\n");
     expect_report(Fault::source_not_named, "source_not_named_kernel",
                   ".* from lane 20, which the mask does not name\n");
@@ -114,10 +112,24 @@ TEST_F(EmulatorDeathTest, WarpOperations) {
                   "load_matrix at .* of a row that is not 16 aligned bytes of shared memory\n");
 }
 
+TEST_F(EmulatorDeathTest, SeedsThatAreNone) {
+    for (const char* seed : {"abc", "", "1x", "-1", "99999999999999999999"}) {
+        setenv("JETLAG_EMU_SEED", seed, 1);
+        try {
+            run_unwritten(out.data());
+            ADD_FAILURE() << seed;
+        } catch (const std::runtime_error& e) {
+            EXPECT_EQ(e.what(), fmt::format("JETLAG_EMU_SEED={}: wanted a number", seed));
+        }
+    }
+    unsetenv("JETLAG_EMU_SEED");
+}
+
 TEST_F(EmulatorDeathTest, AsynchronousCopies) {
     const std::string message = "copy_async_16 to what is not 16 aligned bytes of shared memory\n";
     expect_report(Fault::copy_async_to_local, "copy_async_kernel", message);
     expect_report(Fault::copy_async_unaligned, "copy_async_kernel", message);
+    expect_report(Fault::copy_async_from_shared, "copy_async_from_shared_kernel", "copy_async_16 from shared memory\n");
 }
 
 TEST_F(EmulatorDeathTest, SharedMemory) {
@@ -125,6 +137,8 @@ TEST_F(EmulatorDeathTest, SharedMemory) {
                   "static shared memory over 49152 bytes with second\n");
     expect_report(Fault::too_much_with_dynamic_shared, "shared_write_kernel",
                   "shared memory over 101376 bytes with values\n");
+    expect_report(Fault::wrong_dynamic_shared, "wrong_dynamic_shared_kernel",
+                  "512 bytes of dynamic shared memory, but the launch gave 256\n");
     if (kAddressSanitizer) {
         const std::string thread = " thread \\([0-9]+,0,0\\): bad access:\n";
         for (const Fault fault : {Fault::shared_write, Fault::shared_write_before})
