@@ -720,7 +720,7 @@ LabResult run_retrieval(const RetrievalSettings& settings) {
     result.settings["queries"] = settings.queries;
     result.settings["tie_margin"] = 1e-6;
     result.settings["bucket_starts"] = Json::object();
-    for (const Bucket& bucket : lag_buckets(s.train_len, longest))
+    for (const LagBucket& bucket : lag_buckets(s.train_len, longest))
         result.settings["bucket_starts"][bucket.name] = bucket.first;
     result.table.columns = {"variant",
                             "precision",
