@@ -74,9 +74,9 @@ int thread_count();                // threads of the host that a large op uses
 double measure_peak_flops();       // float32 multiply-adds on all threads, in FLOP/s; takes about 50 ms
 void set_thread_count(int count);  // at least 1
 
-// The rows of a batch that a forward pass takes through all ops at a time. A CPU's caches want 1024 for each thread,
-// and the results of its ops do not depend on it; the sums of a GPU's matrix products may, so that there it is
-// constant.
+// The rows of a batch that a forward pass takes through all ops at a time. A CPU takes 1024 for each thread: what a row
+// needs between two attentions, nine times C floats, then stays in the second-level cache, and results do not depend on
+// it. The sums of a GPU's matrix products may, so that there it is constant.
 int64_t forward_rows();
 
 // The same for each vector width that the CPU has, widest first: the SIMD target's name and FLOP/s. A GPU has one.

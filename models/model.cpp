@@ -14,9 +14,7 @@ namespace jetlag {
 // stream and are never needed twice.
 static constexpr int64_t kHeadRows = 2048;
 
-// Rows of a chunk of the forward pass, for each thread: what a row needs between two attentions, nine times C floats,
-// then stays in the second-level cache. Backward cuts its sums over rows into chunks of its own, whose number must not
-// depend on the threads.
+// Rows of a chunk of the backward pass. It cuts sums over rows, so that it must not depend on the threads.
 static constexpr int64_t kBackwardRows = 8192;
 
 // ---------------------------------------------------------------------------------------------------------------
