@@ -84,13 +84,22 @@ struct Head {
     std::vector<double> fj_re, fj_im, lc_re, lc_im;  // products
 };
 
+// e^(-damping x) of each lag: (T)
+void fill_envelope(const Functions& f, double damping, double* envelope) {
+    for (size_t t = 0; t < static_cast<size_t>(f.T); t++) envelope[t] = std::exp(-damping * f.x[t]);
+}
+std::vector<double> make_envelope(const Functions& f, double damping) {
+    std::vector<double> envelope(static_cast<size_t>(f.T));
+    fill_envelope(f, damping, envelope.data());
+    return envelope;
+}
+
 // The part of order r of one sector.
 std::vector<double> order_part(const Functions& f, const std::vector<double>& cosines, const std::vector<double>& sines,
-                               double re, double im, double damping, int r) {
+                               double re, double im, const std::vector<double>& envelope, int r) {
     const size_t n = static_cast<size_t>(f.T), first = static_cast<size_t>(r) * n;
     std::vector<double> part(n);
-    for (size_t t = 0; t < n; t++)
-        part[t] = std::exp(-damping * f.x[t]) * (re * cosines[first + t] - im * sines[first + t]);
+    for (size_t t = 0; t < n; t++) part[t] = envelope[t] * (re * cosines[first + t] - im * sines[first + t]);
     return part;
 }
 
@@ -108,10 +117,11 @@ std::vector<double> head_kernel(const Head& head, const Functions& f, std::vecto
             if (sectors) (*sectors)[static_cast<size_t>(sector)][t] += part[t];
         }
     };
+    const std::vector<double> damped = make_envelope(f, head.damping), undamped(n, 1.0);
     for (int r = 0; r < f.orders; r++) {
         const size_t k = static_cast<size_t>(r);
-        add(order_part(f, f.fj_cos, f.fj_sin, head.fj_re[k], head.fj_im[k], head.damping, r), r, kPjFj);
-        add(order_part(f, f.lc_cos, f.lc_sin, head.lc_re[k], head.lc_im[k], 0, r), r, kPjLc);
+        add(order_part(f, f.fj_cos, f.fj_sin, head.fj_re[k], head.fj_im[k], damped, r), r, kPjFj);
+        add(order_part(f, f.lc_cos, f.lc_sin, head.lc_re[k], head.lc_im[k], undamped, r), r, kPjLc);
     }
     std::vector<double> affine(n);
     for (size_t t = 0; t < n; t++) affine[t] = head.slope_product * f.x[t];
@@ -230,7 +240,7 @@ void mse_gradient(const std::vector<double>& p, const Functions& f, const std::v
     const Head head = head_of(p, orders);
     double* envelope = scratch.data();
     double* error = scratch.data() + n;  // first the FJ part without its envelope, then 2 (kernel - target) / n
-    for (size_t t = 0; t < n; t++) envelope[t] = std::exp(-head.damping * f.x[t]);
+    fill_envelope(f, head.damping, envelope);
     std::fill(error, error + n, 0.0);
     for (size_t r = 0; r < orders; r++) {
         const double re = head.fj_re[r], im = head.fj_im[r];
@@ -355,8 +365,9 @@ Head solve_products(const Functions& f, const std::vector<double>& target, const
     const bool fj = sectors >> kPjFj & 1, affine = sectors >> kPjAffine & 1, lc = sectors >> kPjLc & 1;
     Matrix design = make_matrix(f.T, subspace_size(space));
     auto column = design.values.begin();
+    const std::vector<double> envelope = make_envelope(f, damping);
     const auto put = [&](const double* values, bool damped, double sign) {
-        for (size_t t = 0; t < n; t++) *column++ = sign * values[t] * (damped ? std::exp(-damping * f.x[t]) : 1.0);
+        for (size_t t = 0; t < n; t++) *column++ = sign * values[t] * (damped ? envelope[t] : 1.0);
     };
     for (size_t r = 0; fj && r < orders; r++) {
         put(&f.fj_cos[r * n], true, 1);

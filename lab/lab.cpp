@@ -215,9 +215,7 @@ RetrievalSettings read_retrieval(const Options& o) {
     RetrievalSettings s = retrieval_defaults();
     s.lags = read_variants(o, s.lags, 3);
     read_names("--precisions", o.precisions, s.precisions);
-    for (const std::string& name : s.precisions)
-        if (name != "fp32" && name != "int8" && name != "int4")
-            fail_usage("--precisions: there is no precision {}, wanted some of fp32, int8, int4", name);
+    for (const std::string& name : s.precisions) precision_bits(name);
     read_number("--queries", o.queries, 1, 65536, s.queries);
     return s;
 }

@@ -702,7 +702,7 @@ static Retrieved retrieve(const FloatMatrix& rows, const FloatMatrix& keys, cons
     return out;
 }
 
-static int precision_bits(const std::string& name) {
+int precision_bits(const std::string& name) {
     if (name == "fp32") return 32;
     if (name == "int8") return 8;
     if (name == "int4") return 4;

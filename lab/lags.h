@@ -111,6 +111,8 @@ struct RetrievalSettings {
 };
 
 RetrievalSettings retrieval_defaults();
+// Bits of a value in a precision: 32, 8 or 4. Errors: no such precision.
+int precision_bits(const std::string& name);
 LabResult run_retrieval(const RetrievalSettings& settings);
 
 }  // namespace jetlag
