@@ -125,6 +125,16 @@ struct AttentionSkipping {
     int64_t tiles = 0, skipped = 0;
 };
 
+// What of a call its caller needs; a backend may do the rest all the same.
+struct AttentionScope {
+    // Forward: out, lse and stats of the rows before it need not be written. Backward: dout of the rows before it is 0,
+    // and their out and lse are finite.
+    int64_t first_row = 0;
+    // false: queries and keys are all 0, so that scores are the lag bias alone; they need not be read, nor their
+    // gradients written.
+    bool has_content = true;
+};
+
 inline constexpr int64_t kMaxHeadDim = 256;
 
 // Causal attention, diagonal included; D is at most kMaxHeadDim:
@@ -135,16 +145,16 @@ inline constexpr int64_t kMaxHeadDim = 256;
 //     qkv: (B, T, 3, H, D)   lag_bias: (H, T) or nullptr   stats: nullptr if not wanted
 //     workspace: attention_workspace_floats(B, T, H, D) floats, for forward and backward alike
 //     skipping: in device memory, += the tiles of this call; nullptr: nothing is skipped
-//     first_row: out, lse and stats of the rows before it are not wanted and may be left as they are
 void attention_forward(real* out, float* lse, const AttentionRowStats* stats, const real* qkv,
                        const RotaryTable& rotary, const float* lag_bias, float* workspace, int64_t B, int64_t T,
-                       int64_t H, int64_t D, AttentionSkipping* skipping = nullptr, int64_t first_row = 0);
+                       int64_t H, int64_t D, AttentionSkipping* skipping = nullptr, const AttentionScope& scope = {});
 
 //     dqkv: (B, T, 3, H, D) =   dlag_bias: (H, T) =, sums of dscore along diagonals, nullptr exactly if lag_bias is
-//     dout, out: (B, T, H, D); dout of the rows before first_row is 0, and their out and lse are finite
+//     dout, out: (B, T, H, D)
 void attention_backward(real* dqkv, float* dlag_bias, const real* dout, const real* qkv, const real* out,
                         const float* lse, const RotaryTable& rotary, const float* lag_bias, float* workspace, int64_t B,
-                        int64_t T, int64_t H, int64_t D, AttentionSkipping* skipping = nullptr, int64_t first_row = 0);
+                        int64_t T, int64_t H, int64_t D, AttentionSkipping* skipping = nullptr,
+                        const AttentionScope& scope = {});
 
 int64_t attention_workspace_floats(int64_t B, int64_t T, int64_t H, int64_t D, bool forward_only = false);
 

@@ -496,8 +496,8 @@ static Dense value_rows(const Dense& qkv, int64_t C) {
 static bool reads_last_only(const Activations& acts, size_t l) {
     return acts.reads_last && l + 1 == acts.blocks.size();
 }
-static int64_t first_row(const Activations& acts, size_t l, int64_t T) {
-    return reads_last_only(acts, l) ? T - 1 : 0;
+static AttentionScope attention_scope(const ModelShape& s, const Activations& acts, size_t l, int64_t T) {
+    return {reads_last_only(acts, l) ? T - 1 : 0, !only_values(s)};
 }
 
 // Attention of block l; with a cache, over the T new tokens and those before.
@@ -528,7 +528,7 @@ static void forward_attention(const ModelShape& s, const BlockTensors& w, Activa
     }
     if (!done)
         attention_forward(a.attention, a.lse, stats, a.qkv, acts.rotary, a.lag_bias, acts.workspace, B, T, s.heads,
-                          s.head_dim, s.exact_skipping ? acts.skipping.data : nullptr, first_row(acts, l, T));
+                          s.head_dim, s.exact_skipping ? acts.skipping.data : nullptr, attention_scope(s, acts, l, T));
     lap(times, "attention forward");
 }
 
@@ -787,7 +787,7 @@ static void forward_and_backward(const Model& model, Activations& acts, DeviceAr
         if (!s.cudnn_attention)
             attention_backward(acts.dqkv, acts.dlag_bias, acts.dnorm, a.qkv, a.attention, a.lse, acts.rotary,
                                a.lag_bias, workspace, B, T, s.heads, s.head_dim,
-                               s.exact_skipping ? acts.skipping.data : nullptr, first_row(acts, l, T));
+                               s.exact_skipping ? acts.skipping.data : nullptr, attention_scope(s, acts, l, T));
         lap(times, "attention backward");
         if (w.lag_bias != nullptr) lag_bias_table_backward(dw.lag_bias, acts.dlag_bias, s.lag_bias, w.lag_bias, T);
         lap(times, "lag-bias table");

@@ -32,6 +32,9 @@
 // rows: a row of dK that only far queries feed may become 0, and |q| and |k|, which differ little from row to row, are
 // not weighed. The same test with bounds for all tiles that follow ends the loop, so that a bias that falls with the
 // lag costs O(T W).
+//
+// Without content (a model may freeze queries and keys at zero) scores are the lag bias alone: sums over D channels
+// become sums over none, and neither queries nor keys are packed.
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/cpu/attention.cpp"
@@ -91,6 +94,7 @@ struct RowBound {
 // One head of one sequence, packed: rotated, contiguous, padded with zeros.
 struct PackedHead {
     int64_t T, D, padded_D;
+    int64_t score_dim;  // channels that scores are sums over: D, or 0 without content
     LagTable lags;
     float* query_norm;    // (padded T), of q / sqrt(D)
     KeyBound* key_bound;  // (tiles of keys)
@@ -118,6 +122,7 @@ struct HeadSource {
     const float *query, *key, *value;  // stride 3 C
     const float *dout, *out;           // stride C; backward
     const float* lse;                  // backward
+    int64_t first_row;                 // backward: dout of the rows before it is 0
     int64_t C;
     const RotaryTable* rotary;
 };
@@ -136,7 +141,7 @@ struct BackwardSegment {
     double* dlag_bias;     // (T) =, [T - 1 - lag]; or nullptr
     float *dkey, *dvalue;  // this head's, row stride dkv_stride, rows key_begin .. key_end - 1 =
     int64_t dkv_stride;
-    int64_t first_row;  // dout of the rows before it is 0
+    int64_t first_row;  // as the source's
 };
 
 }  // namespace jetlag
@@ -193,7 +198,7 @@ void pack_forward(const PackedHead& head, const HeadSource& source, int64_t begi
     const RotaryTable& rotary = *source.rotary;
     HWY_ALIGN float rows[kMaxLanes * kMaxHeadDim];
     for (int64_t t0 = begin; t0 < end; t0 += lanes) {
-        const int64_t count = std::min(lanes, end - t0);
+        const int64_t count = head.score_dim == 0 ? 0 : std::min(lanes, end - t0);
         for (int64_t r = 0; r < lanes; r++) {
             head.query_norm[t0 + r] = 0;
             if (r >= count) continue;
@@ -202,18 +207,19 @@ void pack_forward(const PackedHead& head, const HeadSource& source, int64_t begi
             rotate_row(row, rotary, rotary.query_cos, rotary.query_sin, t0 + r, false);
             if (head.lags.skips) head.query_norm[t0 + r] = norm_of(row, D) * scale;
         }
-        transpose_into_panel(head.query_panels + t0 * D, lanes, rows, D, count, D, scale);
+        if (count > 0) transpose_into_panel(head.query_panels + t0 * D, lanes, rows, D, count, D, scale);
     }
     for (int64_t t = begin; t < end; t++) {
+        copy_row(head.value + t * D, source.value + t * stride, D, stride);
+        if (head.score_dim == 0) continue;
         copy_row(head.key + t * D, source.key + t * stride, D, stride);
         rotate_row(head.key + t * D, rotary, rotary.key_cos, rotary.key_sin, t, true);
-        copy_row(head.value + t * D, source.value + t * stride, D, stride);
     }
     if (!head.lags.skips) return;
     for (int64_t j0 = begin; j0 < end; j0 += kTile) {
         float key = 0, value = 0;
         for (int64_t j = j0; j < std::min(end, j0 + kTile); j++) {
-            key = larger_bound(key, norm_of(head.key + j * D, D));
+            key = larger_bound(key, norm_of(head.key + j * D, head.score_dim));
             value = larger_bound(value, norm_of(head.value + j * D, D));
         }
         head.key_bound[j0 / kTile] = key_bound(key, value);
@@ -226,7 +232,7 @@ void pack_backward(const PackedHead& head, const HeadSource& source, int64_t beg
     const float scale = static_cast<float>(1 / std::sqrt(static_cast<double>(D)));
     const float infinity = std::numeric_limits<float>::infinity();
     const RotaryTable& rotary = *source.rotary;
-    for (int64_t t = begin; t < end; t++) {
+    for (int64_t t = begin; head.score_dim > 0 && t < end; t++) {
         float* query = head.query + t * D;
         copy_row(query, source.query + t * 3 * C, D, 3 * C);
         rotate_row(query, rotary, rotary.query_cos, rotary.query_sin, t, false);
@@ -235,23 +241,30 @@ void pack_backward(const PackedHead& head, const HeadSource& source, int64_t beg
         copy_row(key, source.key + t * 3 * C, D, 3 * C);
         std::fill(key + D, key + head.padded_D, 0.0f);
         rotate_row(key, rotary, rotary.key_cos, rotary.key_sin, t, true);
+    }
+    for (int64_t t = begin; t < std::min(end, source.first_row); t++) {
+        head.delta[t] = head.query_norm[t] = head.dout_norm[t] = 0;
+        head.lse[t] = infinity;
+    }
+    for (int64_t t = std::max(begin, source.first_row); t < end; t++) {
         float* dout = head.dout + t * D;
         copy_row(dout, source.dout + t * C, D, C);
         head.delta[t] = dot(dout, source.out + t * C, D);
         head.lse[t] = source.lse[t] == -infinity ? infinity : source.lse[t];
         if (!head.lags.skips) continue;
-        head.query_norm[t] = norm_of(query, D);
+        head.query_norm[t] = norm_of(head.query + t * D, head.score_dim);
         head.dout_norm[t] = norm_of(dout, D);
     }
     for (int64_t t0 = begin; t0 < end; t0 += lanes) {
         const int64_t count = std::min(lanes, end - t0);
-        transpose_into_panel(head.key_panels + t0 * D, lanes, head.key_rows + t0 * head.padded_D, head.padded_D, count,
-                             D, 1.0f);
+        if (head.score_dim > 0)
+            transpose_into_panel(head.key_panels + t0 * D, lanes, head.key_rows + t0 * head.padded_D, head.padded_D,
+                                 count, D, 1.0f);
         transpose_into_panel(head.value_panels + t0 * D, lanes, source.value + t0 * 3 * C, 3 * C, count, D, 1.0f);
         if (!head.lags.skips) continue;
         float key = 0, value = 0;
         for (int64_t j = t0; j < t0 + count; j++) {
-            key = larger_bound(key, norm_of(head.key_rows + j * head.padded_D, D));
+            key = larger_bound(key, norm_of(head.key_rows + j * head.padded_D, head.score_dim));
             value = larger_bound(value, norm_of(source.value + j * 3 * C, D));
         }
         head.key_bound[t0 / lanes] = key_bound(key, value);
@@ -346,7 +359,7 @@ int64_t forward_rows(const PackedHead& head, int64_t tile, const ForwardRows& re
         }
         Vec tile_largest[kTileVectors];
         for (int v = 0; v < kTileVectors; v++) tile_largest[v] = largest[v];
-        multiply<kTileVectors, true>(head.key + j0 * D, D, 1, query_panel, rows, keys, D,
+        multiply<kTileVectors, true>(head.key + j0 * D, D, 1, query_panel, rows, keys, head.score_dim,
                                      head.lags.ascending + (i0 - j0), -1, scores, rows, tile_largest);
         for (int v = 0; v < kTileVectors; v++) {
             float* column = scores + v * N;
@@ -429,7 +442,7 @@ int64_t backward_segment(const PackedHead& head, const BackwardSegment& segment)
     // The gradient of a slope multiplies the sum of a lag by the lag, up to T.
     const float margin = head.margin + std::log(static_cast<float>(T));
     const int64_t first_row = segment.key_begin / kTile * kTile;
-    std::fill(segment.dquery + first_row * width, segment.dquery + T * width, 0.0f);
+    if (head.score_dim > 0) std::fill(segment.dquery + first_row * width, segment.dquery + T * width, 0.0f);
     if (segment.dlag_bias != nullptr) std::fill(segment.dlag_bias, segment.dlag_bias + T, 0.0);
 
     int64_t skipped = 0;
@@ -437,7 +450,7 @@ int64_t backward_segment(const PackedHead& head, const BackwardSegment& segment)
         const int64_t keys = std::min(lanes, segment.key_end - j0);
         const float* key_panel = head.key_panels + j0 * D;
         const float* value_panel = head.value_panels + j0 * D;
-        std::fill(dkey, dkey + D * lanes, 0.0f);
+        std::fill(dkey, dkey + head.score_dim * lanes, 0.0f);
         std::fill(dvalue, dvalue + D * lanes, 0.0f);
         for (int64_t row_tile = std::max(j0, segment.first_row) / kTile; row_tile < row_tiles; row_tile++) {
             // Rows before the first key of the tile see none of it.
@@ -463,8 +476,8 @@ int64_t backward_segment(const PackedHead& head, const BackwardSegment& segment)
             }
             const float* query = head.query + i0 * D;
             const float* dout = head.dout + i0 * D;
-            multiply<kTileVectors>(query, D, 1, key_panel, lanes, rows, D, head.lags.descending - (i0 - j0), -1,
-                                   weights, lanes);
+            multiply<kTileVectors>(query, D, 1, key_panel, lanes, rows, head.score_dim,
+                                   head.lags.descending - (i0 - j0), -1, weights, lanes);
             multiply<kTileVectors>(dout, D, 1, value_panel, lanes, rows, D, zeros, 0, dscores, lanes);
             for (int64_t r = 0; r < rows; r++) {
                 const Vec lse = hn::Set(d, head.lse[i0 + r]), delta = hn::Set(d, head.delta[i0 + r]);
@@ -477,10 +490,12 @@ int64_t backward_segment(const PackedHead& head, const BackwardSegment& segment)
                 }
             }
             multiply<kTileVectors>(dout, 1, D, weights, lanes, D, rows, dvalue, lanes, dvalue, lanes);
-            multiply<kTileVectors>(query, 1, D, dscores, lanes, D, rows, dkey, lanes, dkey, lanes);
-            float* dquery = segment.dquery + i0 * width;
-            multiply_wide(dscores, lanes, 1, head.key_rows + j0 * width, width, rows, keys, dquery, width, dquery,
-                          width, width);
+            if (head.score_dim > 0) {
+                multiply<kTileVectors>(query, 1, D, dscores, lanes, D, rows, dkey, lanes, dkey, lanes);
+                float* dquery = segment.dquery + i0 * width;
+                multiply_wide(dscores, lanes, 1, head.key_rows + j0 * width, width, rows, keys, dquery, width, dquery,
+                              width, width);
+            }
             if (segment.dlag_bias != nullptr) {
                 const int64_t length = rows + keys - 1, last_lag = i0 + rows - 1 - j0;
                 for (int n = 0; n < kRuns; n++) std::fill(diagonals[n], diagonals[n] + kTile + kMaxLanes, 0.0f);
@@ -498,7 +513,7 @@ int64_t backward_segment(const PackedHead& head, const BackwardSegment& segment)
             }
         }
         for (int64_t c = 0; c < keys; c++) {
-            row_from_panel(segment.dkey + (j0 + c) * segment.dkv_stride, dkey, lanes, c, D, 1.0f);
+            row_from_panel(segment.dkey + (j0 + c) * segment.dkv_stride, dkey, lanes, c, head.score_dim, 1.0f);
             row_from_panel(segment.dvalue + (j0 + c) * segment.dkv_stride, dvalue, lanes, c, D, 1.0f);
         }
     }
@@ -705,12 +720,6 @@ int64_t attention_workspace_floats(int64_t B, int64_t T, int64_t H, int64_t D, b
     return std::max(forward.used, backward.used);
 }
 
-// The part of a head that changes from group to group.
-static void set_head(PackedHead& head, const Plan& plan, const std::vector<LagTable>& lags, int64_t index) {
-    head.lags = lags[lags.size() > 1 ? static_cast<size_t>(index % plan.H) : 0];
-    head.margin = std::log(0x1p24f) + std::log(static_cast<float>(plan.T));
-}
-
 // Where head number `index` of all sequences begins in (B, T, H, D), and in (B, T, 3, H, D).
 static int64_t head_offset(const Plan& plan, int64_t index) {
     return (index / plan.H * plan.T * plan.H + index % plan.H) * plan.D;
@@ -729,11 +738,19 @@ static HeadSource source_of(const Plan& plan, int64_t index, const float* qkv, c
     return source;
 }
 
+// The part of a head that changes from group to group.
+static void set_head(PackedHead& head, const Plan& plan, const std::vector<LagTable>& lags, int64_t index,
+                     const AttentionScope& scope) {
+    head.lags = lags[lags.size() > 1 ? static_cast<size_t>(index % plan.H) : 0];
+    head.margin = std::log(0x1p24f) + std::log(static_cast<float>(plan.T));
+    head.score_dim = scope.has_content ? plan.D : 0;
+}
+
 void attention_forward(float* out, float* lse, const AttentionRowStats* stats, const float* qkv,
                        const RotaryTable& rotary, const float* lag_bias, float* workspace, int64_t B, int64_t T,
-                       int64_t H, int64_t D, AttentionSkipping* skipping, int64_t first_row) {
+                       int64_t H, int64_t D, AttentionSkipping* skipping, const AttentionScope& scope) {
     const Plan plan = make_plan(B, T, H, D);
-    const int64_t first_panel = first_row / plan.lanes;
+    const int64_t first_panel = scope.first_row / plan.lanes;
     Workspace space = {workspace};
     Arrays arrays = take_arrays(space, plan, lag_bias, lag_bias != nullptr, false, skipping != nullptr);
     const auto pack = HWY_DYNAMIC_DISPATCH(pack_forward);
@@ -758,7 +775,7 @@ void attention_forward(float* out, float* lse, const AttentionRowStats* stats, c
 #pragma omp parallel for schedule(guided) num_threads(threads) reduction(+ : skipped)
         for (int64_t index = 0; index < B * H; index++) {
             PackedHead& head = arrays.heads[omp_get_thread_num()];
-            set_head(head, plan, arrays.lags, index);
+            set_head(head, plan, arrays.lags, index, scope);
             for (int64_t begin = 0; begin < T; begin += plan.pack_span) pack_span(head, index, begin);
             if (head.lags.skips) finish_key_bounds(head, plan.tiles);
             for (int64_t tile = first_panel; tile < plan.panels; tile++) skipped += run_tile(head, index, tile);
@@ -766,7 +783,7 @@ void attention_forward(float* out, float* lse, const AttentionRowStats* stats, c
     }
     for (int64_t first = 0; plan.splits_heads && first < B * H; first += plan.group) {
         const int64_t heads = std::min(plan.group, B * H - first);
-        for (int64_t g = 0; g < heads; g++) set_head(arrays.heads[g], plan, arrays.lags, first + g);
+        for (int64_t g = 0; g < heads; g++) set_head(arrays.heads[g], plan, arrays.lags, first + g, scope);
 #pragma omp parallel num_threads(threads_for(head_work* static_cast <double>(heads)))
         {
 #pragma omp for collapse(2) schedule(static)
@@ -791,7 +808,7 @@ void attention_forward(float* out, float* lse, const AttentionRowStats* stats, c
 
 void attention_backward(float* dqkv, float* dlag_bias, const float* dout, const float* qkv, const float* out,
                         const float* lse, const RotaryTable& rotary, const float* lag_bias, float* workspace, int64_t B,
-                        int64_t T, int64_t H, int64_t D, AttentionSkipping* skipping, int64_t first_row) {
+                        int64_t T, int64_t H, int64_t D, AttentionSkipping* skipping, const AttentionScope& scope) {
     const Plan plan = make_plan(B, T, H, D);
     const int64_t C = plan.C, S = plan.segments;
     const float scale = static_cast<float>(1 / std::sqrt(static_cast<double>(D)));
@@ -814,6 +831,7 @@ void attention_backward(float* dqkv, float* dlag_bias, const float* dout, const 
         source.dout = dout + offset;
         source.out = out + offset;
         source.lse = lse + index * T;
+        source.first_row = scope.first_row;
         pack(head, source, begin, std::min(T, begin + plan.pack_span));
     };
     const auto finish_bounds = [&](PackedHead& head) {
@@ -827,7 +845,7 @@ void attention_backward(float* dqkv, float* dlag_bias, const float* dout, const 
         segment.dkey = dqkv + qkv_offset(plan, index) + C;
         segment.dvalue = segment.dkey + C;
         segment.dkv_stride = 3 * C;
-        segment.first_row = first_row;
+        segment.first_row = scope.first_row;
         return segment_backward(head, segment);
     };
     // dQ: the segments that reach the row added in order, scaled, and rotated back, as dK.
@@ -840,6 +858,7 @@ void attention_backward(float* dqkv, float* dlag_bias, const float* dout, const 
         unrotate(dquery, rotary, rotary.query_cos, rotary.query_sin, t, false);
         unrotate(dquery + C, rotary, rotary.key_cos, rotary.key_sin, t, true);
     };
+    const int64_t rows_to_finish = scope.has_content ? T : 0;
     const auto add_lag_sums = [&](int64_t h, const BackwardSegment* segments) {
         for (int64_t s = 0; s < S; s++)
             for (int64_t d = 0; d < T; d++) arrays.lag_sums[h * T + d] += segments[s].dlag_bias[T - 1 - d];
@@ -851,7 +870,7 @@ void attention_backward(float* dqkv, float* dlag_bias, const float* dout, const 
         const int64_t heads = std::min(plan.group, B * H - first);
         const int threads = threads_for(head_work * static_cast<double>(heads));
         for (int64_t g = 0; plan.splits_heads && g < heads; g++)
-            set_head(arrays.heads[g], plan, arrays.lags, first + g);
+            set_head(arrays.heads[g], plan, arrays.lags, first + g, scope);
 #pragma omp parallel num_threads(plan.splits_heads ? threads : std::min(threads, static_cast <int>(heads)))
         {
             if (plan.splits_heads) {
@@ -867,18 +886,18 @@ void attention_backward(float* dqkv, float* dlag_bias, const float* dout, const 
                         skipped += run_segment(arrays.heads[g], first + g, arrays.segments[g * S + s], s);
 #pragma omp for collapse(2) schedule(static)
                 for (int64_t g = 0; g < heads; g++)
-                    for (int64_t t = 0; t < T; t++) finish_row(first + g, &arrays.segments[g * S], t);
+                    for (int64_t t = 0; t < rows_to_finish; t++) finish_row(first + g, &arrays.segments[g * S], t);
             } else {
 #pragma omp for schedule(guided) reduction(+ : skipped)
                 for (int64_t g = 0; g < heads; g++) {
                     PackedHead& head = arrays.heads[omp_get_thread_num()];
                     BackwardSegment segment = arrays.segments[omp_get_thread_num()];
                     segment.dlag_bias = arrays.segments[g].dlag_bias;
-                    set_head(head, plan, arrays.lags, first + g);
+                    set_head(head, plan, arrays.lags, first + g, scope);
                     for (int64_t begin = 0; begin < T; begin += plan.pack_span) pack_span(head, first + g, begin);
                     finish_bounds(head);
                     skipped += run_segment(head, first + g, segment, 0);
-                    for (int64_t t = 0; t < T; t++) finish_row(first + g, &segment, t);
+                    for (int64_t t = 0; t < rows_to_finish; t++) finish_row(first + g, &segment, t);
                 }
             }
             if (dlag_bias != nullptr) {
@@ -893,7 +912,7 @@ void attention_backward(float* dqkv, float* dlag_bias, const float* dout, const 
         for (int64_t i = 0; i < H * T; i++) dlag_bias[i] = static_cast<float>(arrays.lag_sums[i]);
     if (skipping == nullptr) return;
     for (int64_t j0 = 0; j0 < T; j0 += plan.lanes)
-        skipping->tiles += B * H * (plan.tiles - std::max(j0, first_row) / kTile);
+        skipping->tiles += B * H * (plan.tiles - std::max(j0, scope.first_row) / kTile);
     skipping->skipped += skipped;
 }
 

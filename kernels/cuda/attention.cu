@@ -1406,7 +1406,7 @@ int64_t attention_workspace_floats(int64_t B, int64_t T, int64_t H, int64_t D, b
 
 void attention_forward(real* out, float* lse, const AttentionRowStats* stats, const real* qkv,
                        const RotaryTable& rotary, const float* lag_bias, float* workspace, int64_t B, int64_t T,
-                       int64_t H, int64_t D, AttentionSkipping* skipping, int64_t) {
+                       int64_t H, int64_t D, AttentionSkipping* skipping, const AttentionScope&) {
     Workspace space = {workspace};
     Call call = make_call(space, B, T, H, D, lag_bias != nullptr, skipping != nullptr, false);
     call.rotary = rotary;
@@ -1433,7 +1433,7 @@ void attention_forward(real* out, float* lse, const AttentionRowStats* stats, co
 
 void attention_backward(real* dqkv, float* dlag_bias, const real* dout, const real* qkv, const real* out,
                         const float* lse, const RotaryTable& rotary, const float* lag_bias, float* workspace, int64_t B,
-                        int64_t T, int64_t H, int64_t D, AttentionSkipping* skipping, int64_t) {
+                        int64_t T, int64_t H, int64_t D, AttentionSkipping* skipping, const AttentionScope&) {
     Workspace space = {workspace};
     Call call = make_call(space, B, T, H, D, lag_bias != nullptr, skipping != nullptr, true);
     call.rotary = rotary;
