@@ -85,6 +85,14 @@ std::vector<Key> bridge_keys(BridgeConfig& c, bool with_sweep) {
     return keys;
 }
 
+template <typename Value>
+static void check_distinct(const std::string& where, const char* key, const std::vector<Value>& values) {
+    for (size_t i = 0; i < values.size(); i++)
+        if (std::find(values.begin(), values.begin() + static_cast<std::ptrdiff_t>(i), values[i]) !=
+            values.begin() + static_cast<std::ptrdiff_t>(i))
+            fail_usage("{}: {}: {} is given twice", where, key, values[i]);
+}
+
 BridgeConfig make_bridge_config(const std::vector<Setting>& settings, bool with_sweep) {
     BridgeConfig c;
     apply_settings(settings, bridge_keys(c, with_sweep));
@@ -97,6 +105,14 @@ BridgeConfig make_bridge_config(const std::vector<Setting>& settings, bool with_
                    where("model.embed_dim"), c.model.embed_dim, c.model.heads, c.model.embed_dim / c.model.heads,
                    kMaxHeadDim);
     if (c.eval.contexts.empty()) fail_usage("{}: eval.contexts: no length given", where("eval.contexts"));
+    if (!c.sweep.lambdas.empty() && c.teacher.kind == "signed")
+        fail_usage("{}: sweep.lambdas: a signed teacher has no lambda (wanted teacher.kind attention)",
+                   where("sweep.lambdas"));
+    check_distinct(where("sweep.targets"), "sweep.targets", c.sweep.targets);
+    check_distinct(where("sweep.sectors"), "sweep.sectors", c.sweep.sectors);
+    check_distinct(where("sweep.seeds"), "sweep.seeds", c.sweep.seeds);
+    check_distinct(where("sweep.lambdas"), "sweep.lambdas", c.sweep.lambdas);
+    check_distinct(where("eval.contexts"), "eval.contexts", c.eval.contexts);
     for (const std::string& lambda : c.sweep.lambdas)
         parse_real(
             where("sweep.lambdas") + ": sweep.lambdas", lambda, [](double x) { return x >= 0 && x <= 1000; },

@@ -58,6 +58,7 @@ ProbeBatch draw_probe_batch(TorchGenerator& generator, const ProbeSettings& sett
 // One sequence of a batch; its gradient (+=) is that of the sum of its losses.
 struct ProbeRow {
     double value_loss, attention_loss, target_mass, entropy;
+    double score_sum, score_squares, score_abs_max;
     bool value_right, position_right;
 };
 static ProbeRow run_row(const Probe& probe, const FloatMatrix& rows, const int32_t* values, int64_t target,
@@ -71,11 +72,15 @@ static ProbeRow run_row(const Probe& probe, const FloatMatrix& rows, const int32
     const float* query = &rows.values[static_cast<size_t>(target) * F];
     std::vector<double> weights(N);
     double largest = -INFINITY, sum = 0;
+    ProbeRow row = {};
     for (size_t n = 0; n < N; n++) {
         float dot = 0;
         for (size_t f = 0; f < F; f++) dot += query[f] * rows.values[n * F + f];
         weights[n] = temperature * static_cast<double>(dot);
         largest = std::max(largest, weights[n]);
+        row.score_sum += weights[n];
+        row.score_squares += weights[n] * weights[n];
+        row.score_abs_max = std::max(row.score_abs_max, std::fabs(weights[n]));
     }
     const std::vector<double> scores = gradients != nullptr ? weights : std::vector<double>();
     const size_t top = static_cast<size_t>(std::max_element(weights.begin(), weights.end()) - weights.begin());
@@ -103,7 +108,6 @@ static ProbeRow run_row(const Probe& probe, const FloatMatrix& rows, const int32
     const double largest_logit = logits[guess];
     double logit_sum = 0;
     for (const double logit : logits) logit_sum += std::exp(logit - largest_logit);
-    ProbeRow row;
     row.value_loss = largest_logit + std::log(logit_sum) - logits[label];
     row.attention_loss = largest + std::log(sum) - target_score;
     row.target_mass = weights[static_cast<size_t>(target)];
@@ -155,7 +159,12 @@ ProbeResult run_probe(const Probe& probe, const FloatMatrix& rows, const ProbeBa
     ProbeResult mean;
     const double share = 1 / static_cast<double>(B);
     int64_t values_right = 0, positions_right = 0;
+    double score_sum = 0, score_squares = 0;
+    for (const int64_t target : batch.targets) mean.target_lag += share * static_cast<double>(target + 1);
     for (const ProbeRow& row : found) {
+        score_sum += row.score_sum;
+        score_squares += row.score_squares;
+        mean.score_abs_max = std::max(mean.score_abs_max, row.score_abs_max);
         mean.loss += share * (row.value_loss + probe.settings.attention_loss_weight * row.attention_loss);
         values_right += row.value_right;
         positions_right += row.position_right;
@@ -163,6 +172,8 @@ ProbeResult run_probe(const Probe& probe, const FloatMatrix& rows, const ProbeBa
         mean.entropy += share * row.entropy;
         mean.support += share * std::exp(row.entropy);
     }
+    const double scores = static_cast<double>(B * N);
+    mean.score_std = std::sqrt(std::max(0.0, score_squares - score_sum * score_sum / scores) / (scores - 1));
     mean.value_accuracy = static_cast<double>(values_right) / static_cast<double>(B);
     mean.top_position_accuracy = static_cast<double>(positions_right) / static_cast<double>(B);
     for (size_t i = 0; i < count; i++) {
@@ -264,6 +275,9 @@ LabResult run_retrieval_probe(const ProbeSettings& s) {
                             "target_attention_mass",
                             "attention_entropy",
                             "effective_support",
+                            "mean_target_lag",
+                            "score_abs_max",
+                            "score_std",
                             "temperature"};
     const int64_t L = s.lags.train_len, longest = *std::max_element(s.lags.contexts.begin(), s.lags.contexts.end());
     const std::vector<LagBucket> last_buckets = lag_buckets(L, longest);
@@ -315,11 +329,14 @@ LabResult run_retrieval_probe(const ProbeSettings& s) {
                         mean.target_mass += share * one.target_mass;
                         mean.entropy += share * one.entropy;
                         mean.support += share * one.support;
+                        mean.target_lag += share * one.target_lag;
+                        mean.score_abs_max += share * one.score_abs_max;
+                        mean.score_std += share * one.score_std;
                     }
-                    result.table.rows.push_back({variant.name, precision, T, L, bucket.name, bucket.first, bucket.last,
-                                                 trained.loss, trained.value_accuracy, mean.value_accuracy,
-                                                 mean.top_position_accuracy, mean.target_mass, mean.entropy,
-                                                 mean.support, temperature});
+                    result.table.rows.push_back(
+                        {variant.name, precision, T, L, bucket.name, bucket.first, bucket.last, trained.loss,
+                         trained.value_accuracy, mean.value_accuracy, mean.top_position_accuracy, mean.target_mass,
+                         mean.entropy, mean.support, mean.target_lag, mean.score_abs_max, mean.score_std, temperature});
                     if (T != longest) continue;
                     row.push_back(fmt::format("{:.3f} {:.3f} {:.3f}", mean.value_accuracy, mean.top_position_accuracy,
                                               mean.target_mass));

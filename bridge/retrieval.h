@@ -52,6 +52,8 @@ struct ProbeResult {
     double loss = 0;
     double value_accuracy = 0, top_position_accuracy = 0, target_mass = 0;  // of 1
     double entropy = 0, support = 0;                                        // nats, lags
+    double target_lag = 0;
+    double score_abs_max = 0, score_std = 0;  // over all scores of the batch: largest magnitude, sample deviation
 };
 // rows: (N, F), the standardised features divided by their norms. gradients: as the parameters, +=; nullptr: none.
 ProbeResult run_probe(const Probe& probe, const FloatMatrix& rows, const ProbeBatch& batch,

@@ -329,53 +329,68 @@ std::string sweep_csv(const std::vector<SweepCell>& cells, const std::vector<Pub
     return text;
 }
 
-void draw_sweep(const std::filesystem::path& svg, const std::vector<SweepCell>& cells, int64_t train_len) {
+void draw_sweep(const std::filesystem::path& svg, const std::vector<SweepCell>& cells) {
     const std::vector<SweepColumn> columns = columns_of(cells);
     const std::vector<std::string> sectors = distinct(cells, &SweepCell::sector);
     const std::vector<int64_t> contexts = distinct(cells, &SweepCell::context);
     const bool has_lambdas = distinct(cells, &SweepCell::lambda).size() > 1;
     const char* const colours[] = {"#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00",
                                    "#56b4e9", "#000000", "#999999", "#8b4513"};
-    // Panels: accuracy against length for each column, and the supports against lambda for each target.
     struct Panel {
-        std::string title, x_label, y_label, data;
+        std::string title, x_label, y_label;
         std::vector<std::string> lines;
-        bool log_y;
+        bool is_accuracy;     // y
+        bool against_length;  // x
     };
     std::vector<Panel> panels;
     std::string blocks;
     const auto add_line = [&](Panel& panel, const std::string& points, const std::string& name, size_t colour,
                               const std::string& style) {
+        if (points.empty()) return;
         const std::string block = fmt::format("$data{}", std::count(blocks.begin(), blocks.end(), '$'));
         blocks += fmt::format("{} << EOD\n{}EOD\n", block, points);
         panel.lines.push_back(fmt::format("{} using 1:2:3 with yerrorlines {} lc rgb '{}' title {}", block, style,
                                           colours[colour % std::size(colours)], plot_text(name)));
     };
     for (const SweepColumn& column : columns) {
-        Panel panel{column.title, "length (tokens)", "accuracy", "", {}, false};
+        if (has_lambdas) break;
+        Panel panel{column.title, "length (tokens)", "accuracy", {}, true, true};
         for (size_t s = 0; s < sectors.size(); s++) {
             std::string points;
             for (const int64_t context : contexts)
                 if (const SweepCell* cell = cell_at(cells, column, sectors[s], context))
                     points += fmt::format("{} {} {}\n", context, cell->accuracy, cell->accuracy_deviation);
-            if (!points.empty()) add_line(panel, points, sectors[s], s, "lw 1.5 pt 7 ps 0.5");
+            add_line(panel, points, sectors[s], s, "lw 1.5 pt 7 ps 0.5");
         }
         panels.push_back(panel);
     }
     for (const std::string& target : distinct(cells, &SweepCell::target)) {
         if (!has_lambdas) break;
-        Panel panel{target + ": support of the query's attention at L", "lambda", "keys", "", {}, true};
+        for (const int64_t context : contexts) {
+            Panel panel{
+                fmt::format("{} at {}", target, context), "support of the teacher (keys)", "accuracy", {}, true, false};
+            for (size_t s = 0; s < sectors.size(); s++) {
+                std::string points;
+                for (const SweepCell& cell : cells)
+                    if (cell.target == target && cell.sector == sectors[s] && cell.context == context)
+                        points +=
+                            fmt::format("{} {} {}\n", cell.teacher_support, cell.accuracy, cell.accuracy_deviation);
+                add_line(panel, points, sectors[s], s, "lw 1.5 pt 7 ps 0.5");
+            }
+            panels.push_back(panel);
+        }
+        Panel panel{fmt::format("{} at {}: support", target, contexts[0]), "lambda", "keys", {}, false, false};
         std::string teacher;
         for (size_t s = 0; s < sectors.size(); s++) {
             std::string points;
             for (const SweepCell& cell : cells)
-                if (cell.target == target && cell.sector == sectors[s] && cell.context == train_len) {
+                if (cell.target == target && cell.sector == sectors[s] && cell.context == contexts[0]) {
                     points += fmt::format("{} {} {}\n", cell.lambda, cell.support, cell.support_deviation);
                     if (s == 0) teacher += fmt::format("{} {} 0\n", cell.lambda, cell.teacher_support);
                 }
-            if (!points.empty()) add_line(panel, points, sectors[s], s, "lw 1.5 pt 7 ps 0.5");
+            add_line(panel, points, sectors[s], s, "lw 1.5 pt 7 ps 0.5");
         }
-        if (!teacher.empty()) add_line(panel, teacher, "teacher", 6, "dt 2 lw 1.5 pt 6 ps 0.5");
+        add_line(panel, teacher, "teacher", 6, "dt 2 lw 1.5 pt 6 ps 0.5");
         panels.push_back(panel);
     }
     const size_t across = std::min<size_t>(3, panels.size()), down = (panels.size() + across - 1) / across;
@@ -386,10 +401,9 @@ void draw_sweep(const std::filesystem::path& svg, const std::vector<SweepCell>& 
     for (const Panel& panel : panels) {
         script += fmt::format("set title {} noenhanced\nset xlabel {}\nset ylabel {}\n", plot_text(panel.title),
                               plot_text(panel.x_label), plot_text(panel.y_label));
-        if (panel.log_y) {
-            script += "set autoscale\nset xtics auto\nunset logscale x\n";
-        } else {
-            script += "set yrange [0.4:1.02]\nset logscale x 2\nset xtics (";
+        script += panel.is_accuracy ? "set yrange [0:1.02]\n" : "set yrange [0:*]\n";
+        if (panel.against_length) {
+            script += "set logscale x 2\nset xtics (";
             for (size_t i = 0; i < contexts.size(); i++)
                 script += fmt::format("{}'{}' {}", i > 0 ? ", " : "", contexts[i], contexts[i]);
             script += ")\n";

@@ -48,8 +48,9 @@ std::vector<PublishedAccuracy> read_published(const std::filesystem::path& file)
 std::string sweep_table(const std::vector<SweepCell>& cells, const std::vector<PublishedAccuracy>& published);
 std::string sweep_csv(const std::vector<SweepCell>& cells, const std::vector<PublishedAccuracy>& published);
 
-// Accuracy against length, a panel for each target and lambda, a line for each sector; of a sweep over lambdas the
-// supports of teacher and student against lambda too. Errors: gnuplot fails.
-void draw_sweep(const std::filesystem::path& svg, const std::vector<SweepCell>& cells, int64_t train_len);
+// Accuracy against length, a panel for each target, a line for each sector; of a sweep over lambdas accuracy against
+// the teacher's support, a panel for each length, and the supports of teacher and student against lambda. Errors:
+// gnuplot fails.
+void draw_sweep(const std::filesystem::path& svg, const std::vector<SweepCell>& cells);
 
 }  // namespace jetlag

@@ -45,7 +45,7 @@ int run(int argc, char** argv) {
     const std::vector<SweepCell> cells = sweep_cells(reports);
     write_file_atomically(folder / "runs.csv", bridge_csv(reports));
     write_file_atomically(folder / "table.csv", sweep_csv(cells, published));
-    draw_sweep(figure, cells, config.train.context);
+    draw_sweep(figure, cells);
     fmt::print("{}", sweep_table(cells, published));
     fmt::print("table:  {}\nfigure: {}\n", (folder / "table.csv").string(), figure.string());
     return kExitGood;

@@ -127,8 +127,8 @@ struct AttentionSkipping {
 
 // What of a call its caller needs; a backend may do the rest all the same.
 struct AttentionScope {
-    // Forward: out, lse and stats of the rows before it need not be written. Backward: dout of the rows before it is 0,
-    // and their out and lse are finite.
+    // Forward: out, lse and stats of the rows before it need not be written. Backward, after a forward pass of the same
+    // scope: dout of the rows before it is 0.
     int64_t first_row = 0;
     // false: queries and keys are all 0, so that scores are the lag bias alone; they need not be read, nor their
     // gradients written.

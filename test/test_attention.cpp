@@ -118,7 +118,8 @@ struct Outputs {
     Floats out, lse, entropy, mean_lag, dqkv, dlag_bias;
 };
 
-Outputs run(const Inputs& in, bool with_stats = true, AttentionSkipping* skipping = nullptr) {
+Outputs run(const Inputs& in, bool with_stats = true, AttentionSkipping* skipping = nullptr,
+            const AttentionScope& scope = {}) {
     const auto& [B, T, H, D] = std::tie(in.p.B, in.p.T, in.p.H, in.p.D);
     const RealBuffer qkv(in.qkv), dout(in.dout), out(B * T * H * D), dqkv(B * T * 3 * H * D);
     const FloatBuffer bias(in.bias);
@@ -137,11 +138,12 @@ Outputs run(const Inputs& in, bool with_stats = true, AttentionSkipping* skippin
     AttentionSkipping* device_skipping = skipping != nullptr ? counts.data : nullptr;
     const AttentionRowStats stats = {entropy.data(), mean_lag.data()};
     attention_forward(out.data(), lse.data(), with_stats ? &stats : nullptr, qkv.data(), table, lag_bias,
-                      workspace.data(), B, T, H, D, device_skipping);
+                      workspace.data(), B, T, H, D, device_skipping, scope);
     const FloatBuffer dlag_bias(in.bias.empty() ? 0 : H * T);
     const FloatBuffer other_workspace(attention_workspace_floats(B, T, H, D));
     attention_backward(dqkv.data(), lag_bias != nullptr ? dlag_bias.data() : nullptr, dout.data(), qkv.data(),
-                       out.data(), lse.data(), table, lag_bias, other_workspace.data(), B, T, H, D, device_skipping);
+                       out.data(), lse.data(), table, lag_bias, other_workspace.data(), B, T, H, D, device_skipping,
+                       scope);
     if (skipping != nullptr) {
         const AttentionSkipping found = read_device(counts)[0];
         skipping->tiles += found.tiles;
@@ -237,6 +239,51 @@ TEST(Attention, EveryHeadDim) {
             expect_matches_reference({.B = 1, .T = T, .H = D > 64 ? 1 : 2, .D = D});
             expect_matches_reference({.B = 2, .T = T, .H = 1, .D = D, .bias = Bias::random});
         }
+}
+
+// What is asked for is the same, bit for bit, whether or not the rest is left out.
+TEST(Attention, WhatIsOutOfScopeChangesNothing) {
+    for (const Bias bias : {Bias::none, Bias::random, Bias::window, Bias::first_masked, Bias::slope})
+        for (const int64_t T : {1, 2, 64, 97, 150, 401})
+            for (const int64_t first_row : {int64_t{0}, T / 3, T - 1})
+                for (const bool has_content : {true, false}) {
+                    Inputs in = make_inputs({.B = 2, .T = T, .H = 3, .D = 24, .bias = bias});
+                    const Problem& p = in.p;
+                    SCOPED_TRACE(fmt::format("{} from row {}{}", text_of(p), first_row, has_content ? "" : " frozen"));
+                    const int64_t C = p.H * p.D;
+                    for (int64_t n = 0; n < p.B * T; n++) {
+                        if (!has_content) std::fill_n(in.qkv.begin() + n * 3 * C, 2 * C, 0.0f);
+                        if (n % T < first_row) std::fill_n(in.dout.begin() + n * C, C, 0.0f);
+                    }
+                    for (const bool skips : {false, true}) {
+                        AttentionSkipping counts;
+                        AttentionSkipping* skipping = skips ? &counts : nullptr;
+                        const Outputs all = run(in, true, skipping),
+                                      some = run(in, true, skipping, {first_row, has_content});
+                        for (int64_t n = 0; n < p.B * T; n++) {
+                            if (n % T < first_row) continue;
+                            for (int64_t c = 0; c < C; c++)
+                                ASSERT_EQ(some.out[static_cast<size_t>(n * C + c)],
+                                          all.out[static_cast<size_t>(n * C + c)]);
+                        }
+                        for (int64_t n = 0; n < p.B * p.H * T; n++) {
+                            if (n % T < first_row) continue;
+                            const size_t i = static_cast<size_t>(n);
+                            ASSERT_EQ(some.lse[i], all.lse[i]);
+                            ASSERT_EQ(some.entropy[i], all.entropy[i]);
+                            ASSERT_EQ(some.mean_lag[i], all.mean_lag[i]);
+                        }
+                        // Bounds of fewer rows are tighter, and may skip more.
+                        const double tolerance = skips && first_row > 0 ? 1e-6 : 0;
+                        const auto same = [tolerance](const Floats& a, const Floats& b) {
+                            return distance(a, to_doubles(b)) <= tolerance * norm(b);
+                        };
+                        for (const int64_t part : {0, 1, 2})
+                            ASSERT_TRUE((part < 2 && !has_content) ||
+                                        same(part_of(some.dqkv, p, part), part_of(all.dqkv, p, part)));
+                        ASSERT_TRUE(same(some.dlag_bias, all.dlag_bias));
+                    }
+                }
 }
 
 // A row with one key gives its value, as products round it; heads of more channels are computed in float.

@@ -412,6 +412,8 @@ TEST(SweepBridge, OneTableOfManyRuns) {
     };
     error({"--set", "sweep.targets=[phase, fase]"}, kExitUsage, {"sweep.targets", "fase", "phase"});
     error({"--set", "sweep.lambdas=[1, many]"}, kExitUsage, {"sweep.lambdas", "many"});
+    error({"--set", "sweep.lambdas=[1, 2]"}, kExitUsage, {"sweep.lambdas", "signed"});
+    error({"--set", "sweep.seeds=[1, 2, 1]"}, kExitUsage, {"sweep.seeds", "1", "twice"});
     error({"--jobs", "0"}, kExitUsage, {"--jobs"});
     error({"--published", w.config}, kExitUsage, {"small.yaml:1"});
     error({"--set", "train.lr=1000", "--set", "train.weight_decay=1000", "--set", "train.steps=200"}, kExitFailed,
@@ -420,24 +422,29 @@ TEST(SweepBridge, OneTableOfManyRuns) {
 
 // ------------------------------------------------------------------------------------------------ what is learned
 
-// The study's settings: what each sector makes of each teacher.
+// What a sector makes of a teacher, in accuracy at L after the study's 350 steps. A label above the batch's median is
+// not always one above 0, so that against medians of 96 nobody reaches more than 0.96: affine teachers are asked
+// without.
 TEST(BridgeLearns, EachTeacherByItsSector) {
     if (!test::is_fast_build()) GTEST_SKIP() << "the emulator, or a build without optimisation or with a sanitizer";
     Workshop w;
-    const auto accuracy = [&](const std::string& target, const std::string& sector, const std::string& kind) {
-        const std::string name = target + sector + kind;
-        const ProgramResult result =
-            run_program("train_bridge", {"configs/bridge/table10.yaml", "--out", w.run(name), "--set",
-                                         "teacher.target=" + target, "--set", "teacher.kind=" + kind, "--set",
-                                         "model.sector=" + sector, "--set", "eval={contexts: [96], batches: 8}"});
+    int runs = 0;
+    const auto accuracy = [&](const std::string& target, const std::string& sector, const Texts& more) {
+        Texts arguments = {"configs/bridge/table10.yaml", "--out", w.run(std::to_string(runs++))};
+        Texts settings = {"teacher.target=" + target, "model.sector=" + sector, "eval={contexts: [96], batches: 8}"};
+        settings.insert(settings.end(), more.begin(), more.end());
+        for (const std::string& setting : settings) arguments.insert(arguments.end(), {"--set", setting});
+        const ProgramResult result = run_program("train_bridge", arguments);
         EXPECT_EQ(result.exit_code, kExitGood) << result.err;
-        return json::parse(read_file(bridge_report_path(w.run(name))))["evaluations"][0]["accuracy"].get<double>();
+        return json::parse(read_file(bridge_report_path(arguments[2])))["evaluations"][0]["accuracy"].get<double>();
     };
-    EXPECT_GE(accuracy("affine", "affine", "attention"), 0.95);
-    EXPECT_GE(accuracy("affine", "affine", "signed"), 0.95);
-    EXPECT_GE(accuracy("lc_core", "lc_affine", "signed"), 0.9);
+    EXPECT_GE(accuracy("affine", "affine", {"teacher.median_threshold=false"}), 0.95);
+    EXPECT_GE(accuracy("affine", "affine",
+                       {"teacher.kind=attention", "teacher.median_threshold=false", "train.lengths=[96]"}),
+              0.95);
+    EXPECT_GE(accuracy("lc_core", "lc_affine", {}), 0.85);
     for (const char* target : {"first_jet", "second_jet"})
-        EXPECT_GT(accuracy(target, "fj", "signed"), accuracy(target, "affine", "signed") + 0.1) << target;
+        EXPECT_GT(accuracy(target, "fj", {}), accuracy(target, "affine", {}) + 0.2) << target;
 }
 
 // ------------------------------------------------------------------------------------------------ the retrieval probe
@@ -481,7 +488,7 @@ TEST(RetrievalProbe, TrainsAsInPyTorch) {
     ASSERT_EQ(result.table.rows.size(), 4u);
     EXPECT_NEAR(result.table.rows[0][7].get<double>(), 1.7791774, 1e-5);
     EXPECT_NEAR(result.table.rows[2][7].get<double>(), 2.3984434, 1e-5);
-    EXPECT_NEAR(result.table.rows[0][14].get<double>(), 39.299824, 1e-4);
+    EXPECT_NEAR(result.table.rows[0].back().get<double>(), 39.299824, 1e-4);
     for (const auto& row : result.table.rows) {
         const double mass = row[11].get<double>();
         EXPECT_GT(mass, 0);
