@@ -243,8 +243,8 @@ TEST(Attention, EveryHeadDim) {
 
 // What is asked for is the same, whether or not the rest is left out; the forward pass bit for bit.
 TEST(Attention, WhatIsOutOfScopeChangesNothing) {
-    for (const Bias bias : {Bias::none, Bias::random, Bias::window, Bias::first_masked, Bias::slope})
-        for (const int64_t T : {1, 2, 64, 97, 150, 401})
+    for (const Bias bias : {Bias::none, Bias::random, Bias::first_masked, Bias::slope})
+        for (const int64_t T : {1, 64, 97, 300})
             for (const int64_t first_row : {int64_t{0}, T / 3, T - 1})
                 for (const bool has_content : {true, false}) {
                     Inputs in = make_inputs({.B = 2, .T = T, .H = 3, .D = 24, .bias = bias});
