@@ -85,14 +85,6 @@ std::vector<Key> bridge_keys(BridgeConfig& c, bool with_sweep) {
     return keys;
 }
 
-template <typename Value>
-static void check_distinct(const std::string& where, const char* key, const std::vector<Value>& values) {
-    for (size_t i = 0; i < values.size(); i++)
-        if (std::find(values.begin(), values.begin() + static_cast<std::ptrdiff_t>(i), values[i]) !=
-            values.begin() + static_cast<std::ptrdiff_t>(i))
-            fail_usage("{}: {}: {} is given twice", where, key, values[i]);
-}
-
 BridgeConfig make_bridge_config(const std::vector<Setting>& settings, bool with_sweep) {
     BridgeConfig c;
     apply_settings(settings, bridge_keys(c, with_sweep));
@@ -108,15 +100,16 @@ BridgeConfig make_bridge_config(const std::vector<Setting>& settings, bool with_
     if (!c.sweep.lambdas.empty() && c.teacher.kind == "signed")
         fail_usage("{}: sweep.lambdas: a signed teacher has no lambda (wanted teacher.kind attention)",
                    where("sweep.lambdas"));
-    check_distinct(where("sweep.targets"), "sweep.targets", c.sweep.targets);
-    check_distinct(where("sweep.sectors"), "sweep.sectors", c.sweep.sectors);
-    check_distinct(where("sweep.seeds"), "sweep.seeds", c.sweep.seeds);
-    check_distinct(where("sweep.lambdas"), "sweep.lambdas", c.sweep.lambdas);
-    check_distinct(where("eval.contexts"), "eval.contexts", c.eval.contexts);
+    check_once(where("sweep.targets") + ": sweep.targets", c.sweep.targets);
+    check_once(where("sweep.sectors") + ": sweep.sectors", c.sweep.sectors);
+    check_once(where("sweep.seeds") + ": sweep.seeds", c.sweep.seeds);
+    check_once(where("eval.contexts") + ": eval.contexts", c.eval.contexts);
+    std::vector<double> lambdas;
     for (const std::string& lambda : c.sweep.lambdas)
-        parse_real(
+        lambdas.push_back(parse_real(
             where("sweep.lambdas") + ": sweep.lambdas", lambda, [](double x) { return x >= 0 && x <= 1000; },
-            "a number from 0 to 1000");
+            "a number from 0 to 1000"));
+    check_once(where("sweep.lambdas") + ": sweep.lambdas", lambdas);
     return c;
 }
 

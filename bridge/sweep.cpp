@@ -396,7 +396,8 @@ void draw_sweep(const std::filesystem::path& svg, const std::vector<SweepCell>& 
     const size_t across = std::min<size_t>(3, panels.size()), down = (panels.size() + across - 1) / across;
     std::string script = fmt::format(
         "set terminal svg size {},{} dynamic background rgb 'white' font 'sans-serif,12'\n{}"
-        "set multiplot layout {},{}\nset grid lc rgb '#dddddd'\nset key below maxrows 4 samplen 2 font ',10' noenhanced\n",
+        "set multiplot layout {},{}\nset grid lc rgb '#dddddd'\nset key below maxrows 4 samplen 2 font ',10' "
+        "noenhanced\n",
         60 + 380 * across, 60 + 360 * down, blocks, down, across);
     for (const Panel& panel : panels) {
         script += fmt::format("set title {} noenhanced\nset xlabel {}\nset ylabel {}\n", plot_text(panel.title),

@@ -9,16 +9,6 @@
 namespace jetlag {
 namespace {
 
-std::vector<std::string> split(const std::string& text) {
-    std::vector<std::string> parts;
-    for (size_t start = 0; start <= text.size();) {
-        const size_t end = std::min(text.find(',', start), text.size());
-        parts.push_back(text.substr(start, end - start));
-        start = end + 1;
-    }
-    return parts;
-}
-
 int run(int argc, char** argv) {
     CLI::App app{"Trains a reader of lag features at one length and asks it for values at far lags."};
     ProbeSettings settings = probe_defaults();
@@ -34,17 +24,20 @@ int run(int argc, char** argv) {
     app.add_option("--seed", seed, "seed (default: 0)");
     if (!parse_command_line(app, argc, argv)) return kExitGood;
     const int64_t longest = 1 << 20;
-    if (!variants.empty()) settings.lags.variants = split(variants);
+    if (!variants.empty()) settings.lags.variants = split_list(variants);
+    check_once("--variants", settings.lags.variants);
     for (const std::string& name : settings.lags.variants) find_variant("--variants", name);
-    if (!precisions.empty()) settings.precisions = split(precisions);
+    if (!precisions.empty()) settings.precisions = split_list(precisions);
+    check_once("--precisions", settings.precisions);
     for (const std::string& precision : settings.precisions)
         if (precision != "fp32" && precision != "int8" && precision != "int4")
             fail_usage("--precisions: there is no {}, wanted some of fp32, int8, int4", precision);
     if (!train_len.empty()) settings.lags.train_len = parse_whole("--train-len", train_len, 8, longest);
     if (!contexts.empty()) {
         settings.lags.contexts.clear();
-        for (const std::string& text : split(contexts))
+        for (const std::string& text : split_list(contexts))
             settings.lags.contexts.push_back(parse_whole("--contexts", text, 8, longest));
+        check_once("--contexts", settings.lags.contexts);
     }
     if (!steps.empty()) settings.steps = parse_whole("--steps", steps, 1, 1000000);
     if (!seed.empty()) settings.seed = static_cast<uint64_t>(parse_whole("--seed", seed, 0, 4294967295));

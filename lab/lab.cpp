@@ -29,27 +29,9 @@ struct Options {
     std::string seed, cache_dim, precisions, queries;
 };
 
-std::vector<std::string> split(const std::string& text) {
-    std::vector<std::string> parts;
-    for (size_t start = 0; start <= text.size();) {
-        const size_t end = std::min(text.find(',', start), text.size());
-        parts.push_back(text.substr(start, end - start));
-        start = end + 1;
-    }
-    return parts;
-}
-
-// Twice the same would give every table two rows with one key. The entries are compared as what they mean: 5.0 is 5.
-template <typename Entry>
-void check_once(const std::string& option, std::vector<Entry> entries) {
-    std::sort(entries.begin(), entries.end());
-    const auto twice = std::adjacent_find(entries.begin(), entries.end());
-    if (twice != entries.end()) fail_usage("{}: {} is there twice", option, *twice);
-}
-
 void read_names(const std::string& option, const std::string& text, std::vector<std::string>& names) {
     if (text.empty()) return;
-    names = split(text);
+    names = split_list(text);
     check_once(option, names);
 }
 
@@ -77,7 +59,8 @@ double read_cycles(const std::string& text) {
 void read_contexts(const std::string& text, int64_t min, std::vector<int64_t>& contexts) {
     if (!text.empty()) {
         contexts.clear();
-        for (const std::string& part : split(text)) contexts.push_back(parse_whole("--contexts", part, min, kLongest));
+        for (const std::string& part : split_list(text))
+            contexts.push_back(parse_whole("--contexts", part, min, kLongest));
         check_once("--contexts", contexts);
     }
     std::sort(contexts.begin(), contexts.end());
@@ -92,7 +75,7 @@ void read_damping(const std::string& text, double& damping) {
 void read_all_cycles(const std::string& text, std::vector<double>& cycles) {
     if (text.empty()) return;
     cycles.clear();
-    for (const std::string& part : split(text)) cycles.push_back(read_cycles(part));
+    for (const std::string& part : split_list(text)) cycles.push_back(read_cycles(part));
     check_once("--cycles", cycles);
 }
 
@@ -121,7 +104,7 @@ void read_finite(const std::string& option, const std::string& text, double& num
 void read_adam(const Options& o, AdaptiveSettings& s) {
     if (!o.seeds.empty()) {
         s.seeds.clear();
-        for (const std::string& part : split(o.seeds)) s.seeds.push_back(read_seed("--seeds", part));
+        for (const std::string& part : split_list(o.seeds)) s.seeds.push_back(read_seed("--seeds", part));
         check_once("--seeds", s.seeds);
     }
     read_number("--steps", o.steps, 0, 10'000'000, s.steps);
@@ -129,7 +112,7 @@ void read_adam(const Options& o, AdaptiveSettings& s) {
         s.lr = parse_real(
             "--lr", o.lr, [](double x) { return x > 0 && x <= 10; }, "a number above 0, at most 10");
     if (!o.betas.empty()) {
-        const std::vector<std::string> parts = split(o.betas);
+        const std::vector<std::string> parts = split_list(o.betas);
         if (parts.size() != 2) fail_usage("--betas: found {}, wanted two numbers, as 0.9,0.999", o.betas);
         for (size_t i = 0; i < 2; i++)
             (i == 0 ? s.beta1 : s.beta2) = parse_real(
@@ -147,7 +130,7 @@ void read_adam(const Options& o, AdaptiveSettings& s) {
     if (!s.favour_orders && !o.favour.empty()) fail_usage("--favour: with --start even no order is favoured");
     read_finite("--favour", o.favour, s.favour);
     if (!o.gates.empty()) {
-        const std::vector<std::string> parts = split(o.gates);
+        const std::vector<std::string> parts = split_list(o.gates);
         if (parts.size() != kPjSectorCount)
             fail_usage("--gates: found {}, wanted three logits (FJ, affine, LC), as 0,-0.2,-0.2", o.gates);
         for (size_t i = 0; i < parts.size(); i++) s.start_gates[i] = read_finite("--gates", parts[i]);

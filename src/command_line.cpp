@@ -39,4 +39,14 @@ double parse_real(const std::string& option, const std::string& text, bool (*is_
     return value;
 }
 
+std::vector<std::string> split_list(const std::string& text) {
+    std::vector<std::string> parts;
+    for (size_t start = 0; start <= text.size();) {
+        const size_t end = std::min(text.find(',', start), text.size());
+        parts.push_back(text.substr(start, end - start));
+        start = end + 1;
+    }
+    return parts;
+}
+
 }  // namespace jetlag
