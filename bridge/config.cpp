@@ -96,6 +96,9 @@ BridgeConfig make_bridge_config(const std::vector<Setting>& settings, bool with_
         fail_usage("{}: model.embed_dim: {} over {} heads is a head dim of {} (wanted at most {})",
                    where("model.embed_dim"), c.model.embed_dim, c.model.heads, c.model.embed_dim / c.model.heads,
                    kMaxHeadDim);
+    if (c.teacher.median_threshold && c.train.batch < 2)
+        fail_usage("{}: train.batch: {} has no median to compare with (wanted 2 or more)", where("train.batch"),
+                   c.train.batch);
     if (c.eval.contexts.empty()) fail_usage("{}: eval.contexts: no length given", where("eval.contexts"));
     if (!c.sweep.lambdas.empty() && c.teacher.kind == "signed")
         fail_usage("{}: sweep.lambdas: a signed teacher has no lambda (wanted teacher.kind attention)",
@@ -154,6 +157,11 @@ ModelShape bridge_shape(const BridgeConfig& config) {
         index_of(model.gate_init == "auto" ? teacher_sector(config.teacher) : "uniform", options[kPjGateInit].names);
     if (model.order_init == "auto") values[kPjOrderInit] = static_cast<double>(teacher_order(config.teacher));
     return shape;
+}
+
+bool has_sweep(const BridgeConfig& config) {
+    const SweepSettings& s = config.sweep;
+    return !s.targets.empty() || !s.sectors.empty() || !s.seeds.empty() || !s.lambdas.empty();
 }
 
 std::vector<int64_t> training_lengths(const BridgeConfig& config) {

@@ -55,6 +55,9 @@ BridgeConfig make_bridge_config(const std::vector<Setting>& settings, bool with_
 
 ModelShape bridge_shape(const BridgeConfig& config);
 
+// Whether a list of the section `sweep` is given.
+bool has_sweep(const BridgeConfig& config);
+
 // The lengths of training sequences: train.lengths, or L.
 std::vector<int64_t> training_lengths(const BridgeConfig& config);
 

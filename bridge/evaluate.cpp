@@ -129,7 +129,7 @@ std::string bridge_report_json(const StudentReport& report) {
     object["teacher"] = {{"entropy", teacher.entropy},
                          {"effective_support", teacher.effective_support},
                          {"kernel_norm", teacher.kernel_norm}};
-    object["initial"] = evaluation_object(report.initial);
+    object["initial"] = report.initial.batches > 0 ? evaluation_object(report.initial) : Json();
     for (const auto& [name, value] : report.lag_bias) object["lag_bias"][name] = value;
     object["evaluations"] = Json::array();
     for (const BridgeEvaluation& e : report.evaluations) object["evaluations"].push_back(evaluation_object(e));
@@ -142,7 +142,7 @@ StudentReport parse_bridge_report(const std::string& json, const std::string& fi
     StudentReport report;
     report.name = object.at("run");
     report.config = make_bridge_config(settings_from_json(object.at("config").dump(), file), false);
-    report.initial = parse_evaluation(object.at("initial"));
+    if (!object.at("initial").is_null()) report.initial = parse_evaluation(object.at("initial"));
     if (object.contains("lag_bias"))
         for (const auto& [name, value] : object.at("lag_bias").items()) report.lag_bias.push_back({name, value});
     for (const Json& e : object.at("evaluations")) report.evaluations.push_back(parse_evaluation(e));

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 
 #include "src/error.h"
 #include "src/interrupt.h"
@@ -209,6 +210,10 @@ static FloatMatrix features_of(const LagVariant& variant, const ProbeSettings& s
     return quantised(features, precision == "int8" ? 8 : 4, true);
 }
 
+static void check_interrupt() {
+    if (caught_signal != 0) fail("interrupted by {}; nothing was written", strsignal(caught_signal));
+}
+
 static ProbeResult train_probe(Probe& probe, const FloatMatrix& rows, uint64_t seed) {
     const ProbeSettings& s = probe.settings;
     const int64_t n = std::ssize(probe.parameters);
@@ -221,6 +226,7 @@ static ProbeResult train_probe(Probe& probe, const FloatMatrix& rows, uint64_t s
     TorchGenerator generator = make_generator(seed);
     ProbeResult last;
     for (int64_t step = 1; step <= s.steps; step++) {
+        check_interrupt();
         const ProbeBatch batch = draw_probe_batch(generator, s, s.batch, rows.rows, 0, rows.rows - 1);
         std::vector<float> gradients(probe.parameters.size(), 0.0f);
         last = run_probe(probe, rows, batch, &gradients);
@@ -314,7 +320,7 @@ LabResult run_retrieval_probe(const ProbeSettings& s) {
             for (const int64_t T : s.lags.contexts) {
                 const FloatMatrix rows = standardised(features_of(variant, s, precision, T), fitted);
                 for (const LagBucket& bucket : lag_buckets(L, T)) {
-                    if (caught_signal != 0) fail("interrupted; nothing was written");
+                    check_interrupt();
                     const int64_t low = bucket.first - 1, high = std::min(bucket.last, rows.rows);
                     TorchGenerator own = make_generator(static_cast<uint64_t>(T * 1000003 + low * 9176 + high));
                     ProbeResult mean;

@@ -1,6 +1,8 @@
 #include "bridge/sweep.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -15,6 +17,8 @@
 #include <utility>
 
 #include "kernels/ops.h"
+#include "src/command_line.h"
+#include "src/csv.h"
 #include "src/error.h"
 #include "src/files.h"
 #include "src/gnuplot.h"
@@ -24,6 +28,9 @@
 #include "train/run_folder.h"
 
 namespace jetlag {
+
+// A run's folder has what it printed.
+static constexpr const char* kOutputFile = "output.txt";
 
 // What a student is, but for its sector's name.
 static std::string identity_of(BridgeConfig config) {
@@ -60,20 +67,26 @@ std::vector<SweepRun> sweep_runs(const BridgeConfig& base) {
     return runs;
 }
 
-// Whether the folder holds the evaluation of this very run.
+// Whether the folder holds the evaluation of this very run, at every length.
 static bool is_done(const std::filesystem::path& folder, const BridgeConfig& config) {
-    const std::filesystem::path path = bridge_report_path(folder);
-    return std::filesystem::exists(path) &&
-           bridge_json(parse_bridge_report(read_file(path), path.string()).config) == bridge_json(config);
+    const std::filesystem::path path = evaluation_path(folder);
+    if (!std::filesystem::exists(path)) return false;
+    const StudentReport report = parse_bridge_report(read_file(path), path.string());
+    std::vector<int64_t> contexts;
+    for (const BridgeEvaluation& e : report.evaluations) contexts.push_back(e.context);
+    return contexts == config.eval.contexts && bridge_json(report.config) == bridge_json(config);
 }
 
-// In a process of its own; never returns.
-[[noreturn]] static void train_in_child(const SweepRun& run, const std::filesystem::path& folder, int threads) {
+// In a process of its own; never returns. It outlives its parent, `sweep`, by no more than a save.
+[[noreturn]] static void train_in_child(const SweepRun& run, const std::filesystem::path& folder, int threads,
+                                        pid_t sweep) {
     int code = kExitFailed;
     try {
-        make_folder(folder);
-        const std::string output = (folder / "output.txt").string();
-        if (std::freopen(output.c_str(), "w", stdout) == nullptr || dup2(STDOUT_FILENO, STDERR_FILENO) < 0) _exit(code);
+        catch_signals();
+        prctl(PR_SET_PDEATHSIG, SIGHUP);
+        if (getppid() != sweep) _exit(code);
+        const std::string output = (folder / kOutputFile).string();
+        if (std::freopen(output.c_str(), "a", stdout) == nullptr || dup2(STDOUT_FILENO, STDERR_FILENO) < 0) _exit(code);
         set_thread_count(threads);
         code = run_main("train_bridge", [&] {
             train_student(run.config, folder, true);
@@ -94,8 +107,16 @@ static std::string last_line(const std::filesystem::path& file) {
     return last;
 }
 
+// Why a run ended as waitpid says.
+static std::string end_of_run(int status, const std::filesystem::path& folder) {
+    if (WIFSIGNALED(status)) return fmt::format("was killed by a signal: {}", strsignal(WTERMSIG(status)));
+    return last_line(folder / kOutputFile);
+}
+
 std::vector<StudentReport> run_sweep(const std::vector<SweepRun>& runs, const std::filesystem::path& folder, int jobs) {
     make_folder(folder);
+    // The runs hold it too, so that a sweep that is killed cannot start again before they have saved themselves.
+    const FolderLock lock = lock_folder(folder, false);
     const int threads = std::max(1, thread_count() / jobs);
     std::vector<const SweepRun*> left;
     for (const SweepRun& run : runs)
@@ -104,6 +125,7 @@ std::vector<StudentReport> run_sweep(const std::vector<SweepRun>& runs, const st
     fmt::print("{} runs, {} to train, {} at a time on {} threads each\n", runs.size(), total, jobs, threads);
     std::fflush(stdout);
     catch_signals();
+    const pid_t sweep = getpid();
     std::map<pid_t, const SweepRun*> running;
     std::string failure;
     const auto start = std::chrono::steady_clock::now();
@@ -113,17 +135,24 @@ std::vector<StudentReport> run_sweep(const std::vector<SweepRun>& runs, const st
     while (!running.empty() || (started < total && failure.empty() && caught_signal == 0)) {
         while (started < total && failure.empty() && caught_signal == 0 && running.size() < static_cast<size_t>(jobs)) {
             const SweepRun* run = left[started++];
+            try {
+                make_folder(folder / run->name);
+            } catch (const Error& e) {
+                failure = e.what();
+                break;
+            }
             const pid_t child = fork();
             if (child < 0) fail("cannot start a process for {}: {}", run->name, std::strerror(errno));
-            if (child == 0) train_in_child(*run, folder / run->name, threads);
+            if (child == 0) train_in_child(*run, folder / run->name, threads, sweep);
             running[child] = run;
         }
         int status = 0;
         const pid_t child = waitpid(-1, &status, WNOHANG);
         if (child <= 0) {
-            // A signal to this process alone asks the runs to save, too.
+            // A signal to this process alone asks the runs to save, too. It is another one than came: where all have
+            // got that, its second would end them at once.
             if (caught_signal != 0 && !std::exchange(told_to_stop, true))
-                for (const auto& [pid, run] : running) kill(pid, SIGTERM);
+                for (const auto& [pid, run] : running) kill(pid, caught_signal == SIGTERM ? SIGINT : SIGTERM);
             usleep(20000);
             continue;
         }
@@ -134,7 +163,7 @@ std::vector<StudentReport> run_sweep(const std::vector<SweepRun>& runs, const st
         ended++;
         const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
         if (status != 0 && failure.empty())
-            failure = fmt::format("{}: {}", run->name, last_line(folder / run->name / "output.txt"));
+            failure = fmt::format("{}: {}", run->name, end_of_run(status, folder / run->name));
         const std::string time_left =
             duration_text(seconds / static_cast<double>(ended) * static_cast<double>(total - ended));
         clear_progress(progress);
@@ -150,7 +179,7 @@ std::vector<StudentReport> run_sweep(const std::vector<SweepRun>& runs, const st
 
     std::vector<StudentReport> reports;
     for (const SweepRun& run : runs) {
-        const std::filesystem::path path = bridge_report_path(folder / (run.same_as.empty() ? run.name : run.same_as));
+        const std::filesystem::path path = evaluation_path(folder / (run.same_as.empty() ? run.name : run.same_as));
         reports.push_back(parse_bridge_report(read_file(path), path.string()));
         reports.back().name = run.name;
         reports.back().config.model.sector = run.config.model.sector;
@@ -216,25 +245,29 @@ std::vector<SweepCell> sweep_cells(const std::vector<StudentReport>& reports) {
 
 std::vector<PublishedAccuracy> read_published(const std::filesystem::path& file) {
     check_input_path("--published", file, kExitUsage);
-    std::istringstream lines(read_file(file));
-    std::string line;
+    const CsvTable table = read_csv(read_file(file), file.string());
+    const size_t target = csv_column(table, "target"), sector = csv_column(table, "sector"),
+                 context = csv_column(table, "eval_len"), accuracy = csv_column(table, "accuracy");
     std::vector<PublishedAccuracy> list;
-    for (int number = 1; std::getline(lines, line); number++) {
-        if (number == 1) {
-            if (line != "target,sector,eval_len,accuracy")
-                fail_usage("{}:1: '{}' (wanted the columns target,sector,eval_len,accuracy)", file.string(), line);
-            continue;
-        }
+    std::vector<std::string> keys;
+    for (size_t i = 0; i < table.rows.size(); i++) {
+        const std::vector<std::string>& row = table.rows[i];
+        const std::string where = fmt::format("{}: row {}", file.string(), i + 2);
+        find_target(where + ": target", bridge_targets(), row[target]);
+        if (std::find(std::begin(kBridgeSectors), std::end(kBridgeSectors), row[sector]) == std::end(kBridgeSectors))
+            fail_usage("{}: sector: there is no {}, wanted one of {}", where, row[sector],
+                       fmt::join(kBridgeSectors, ", "));
         PublishedAccuracy value;
-        std::istringstream cells(line);
-        char comma = 0;
-        if (!std::getline(cells, value.target, ',') || !std::getline(cells, value.sector, ',') ||
-            !(cells >> value.context >> comma >> value.accuracy) || comma != ',' ||
-            !(value.accuracy >= 0 && value.accuracy <= 1))
-            fail_usage("{}:{}: '{}' (wanted target,sector,eval_len,accuracy with an accuracy from 0 to 1)",
-                       file.string(), number, line);
+        value.target = row[target];
+        value.sector = row[sector];
+        value.context = parse_whole(where + ": eval_len", row[context], 3, int64_t{1} << 40);
+        value.accuracy = parse_real(
+            where + ": accuracy", row[accuracy], [](double x) { return x >= 0 && x <= 1; }, "a number from 0 to 1");
         list.push_back(value);
+        keys.push_back(fmt::format("{},{},{}", value.target, value.sector, value.context));
     }
+    if (list.empty()) fail_usage("{}: has no row, wanted accuracies", file.string());
+    check_once(file.string(), keys);
     return list;
 }
 
@@ -316,7 +349,8 @@ std::string sweep_table(const std::vector<SweepCell>& cells, const std::vector<P
 std::string sweep_csv(const std::vector<SweepCell>& cells, const std::vector<PublishedAccuracy>& published) {
     std::string text =
         "target,attention_lambda,sector,eval_len,seeds,accuracy_mean,accuracy_sd,loss_mean,loss_sd,"
-        "attention_effective_support_mean,attention_effective_support_sd,teacher_effective_support,published_accuracy,"
+        "attention_effective_support_mean,attention_effective_support_sd,teacher_effective_support_at_eval_len,"
+        "published_accuracy,"
         "difference\n";
     for (const SweepCell& cell : cells) {
         const PublishedAccuracy* value = published_of(published, cell);

@@ -36,6 +36,8 @@ int run(int argc, char** argv) {
         jobs.empty() ? (on_host ? thread_count() : 1) : static_cast<int>(parse_whole("--jobs", jobs, 1, 1024));
     const std::vector<PublishedAccuracy> published =
         published_file.empty() ? std::vector<PublishedAccuracy>() : read_published(published_file);
+    if (!published.empty() && config.sweep.lambdas.size() > 1)
+        fail_usage("--published {}: does not say of which lambda its accuracies are", published_file);
     const std::filesystem::path folder = out, figure = folder / "figure.svg";
     if (std::filesystem::exists(folder) && !std::filesystem::is_directory(folder))
         fail_usage("--out {}: is no folder", out);

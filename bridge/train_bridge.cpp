@@ -12,10 +12,13 @@ int run(int argc, char** argv) {
     if (!read_training_command(command, "Trains a small Transformer to answer a teacher's queries.",
                                bridge_keys(defaults, true), argc, argv))
         return kExitGood;
-    // A sweep's file serves here too: the section `sweep` says nothing of a single run.
     const BridgeConfig config = make_bridge_config(command.settings, true);
-    train_student(config, checked_run_folder(command, config.teacher.target + "-" + config.model.sector),
-                  command.resume);
+    const std::string folder = checked_run_folder(command, config.teacher.target + "-" + config.model.sector);
+    // A sweep's file serves here too.
+    if (has_sweep(config))
+        fmt::print("note: this is one run, of the sections teacher and model; {}'s sweep is sweep_bridge's\n",
+                   command.config_file);
+    train_student(config, folder, command.resume);
     return kExitGood;
 }
 

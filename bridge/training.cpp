@@ -17,10 +17,6 @@ namespace jetlag {
 // The stream of make_indexed_generator for evaluations between steps, which draw nothing from the run's own generator.
 static constexpr uint64_t kBetweenStepsStream = 16;
 
-std::filesystem::path bridge_report_path(const std::filesystem::path& run_folder) {
-    return run_folder / "evaluation.json";
-}
-
 static RunIdentity run_identity(const BridgeConfig& config) {
     RunIdentity identity;
     identity.config = bridge_json(config);
@@ -29,7 +25,8 @@ static RunIdentity run_identity(const BridgeConfig& config) {
         return bridge_json(make_bridge_config(settings_from_json(json, file), false));
     };
     identity.may_change = [train = config.train](const std::string& key) {
-        return key.starts_with("eval.") || is_free_training_key(key, train);
+        // The initial evaluation draws from the generator of the run.
+        return key != "train.initial_eval_batches" && (key.starts_with("eval.") || is_free_training_key(key, train));
     };
     return identity;
 }
@@ -49,13 +46,6 @@ static void print_setup(const BridgeConfig& config, const Model& model, const st
                config.length_sampling, config.train.lr, config.train.schedule, config.train.seed);
     fmt::print("{}", machine_text(peak));
     std::fflush(stdout);
-}
-
-// The evaluation before the first step, which a resumed run reads from its folder.
-static BridgeEvaluation read_initial(const std::filesystem::path& folder) {
-    const std::filesystem::path path = initial_eval_path(folder);
-    if (!std::filesystem::exists(path)) return {};
-    return parse_bridge_report(read_file(path), path.string()).initial;
 }
 
 // Every length of training has memory of its own: a GPU keeps the passes of one length as one graph.
@@ -84,33 +74,42 @@ StudentReport train_student(const BridgeConfig& config, const std::filesystem::p
     const FolderLock lock = lock_folder(folder, false);
     const bool has_state =
         resume && (std::filesystem::exists(state_path(folder)) || std::filesystem::exists(checkpoint_file(folder)));
-    if (has_state) load_run(folder, model, state, identity);
+    StudentReport report;
+    report.name = folder.string();
+    report.config = config;
+    const std::filesystem::path initial_path = initial_eval_path(folder);
+    const auto evaluate_initially = [&] {
+        if (t.initial_eval_batches > 0)
+            report.initial = evaluate_student(model, config, L, t.initial_eval_batches, state.generator);
+    };
+    if (has_state) {
+        if (std::filesystem::exists(initial_path))
+            report.initial = parse_bridge_report(read_file(initial_path), initial_path.string()).initial;
+        else
+            evaluate_initially();  // as it was: the model is still the one of the seed
+        load_run(folder, model, state, identity);
+    }
     const double peak = measure_peak_flops();
     print_setup(config, model, folder, peak);
     write_file_atomically(config_path(folder), bridge_yaml(config));
     catch_signals();
 
-    StudentReport report;
-    report.name = folder.string();
-    report.config = config;
     double seconds_before = 0;  // of training, of the processes before this one
     if (has_state) {
         seconds_before = truncate_logs(folder, state.step);
         save_run(folder, model, state, identity);  // the kill may have come before the checkpoint's turn
-        report.initial = read_initial(folder);
         fmt::print("resuming after step {}\n", state.step);
     } else {
         if (resume) fmt::print("no state in {} yet: starting from the beginning\n", folder.string());
         start_logs(folder);
-        if (t.initial_eval_batches > 0) {
-            report.initial = evaluate_student(model, config, L, t.initial_eval_batches, state.generator);
+        evaluate_initially();
+        if (t.initial_eval_batches > 0)
             fmt::print("initial loss {:.4f}, accuracy {:.4f} over {} batches of length {}\n", report.initial.loss,
                        report.initial.accuracy, t.initial_eval_batches, L);
-        }
         if (caught_signal != 0)
             fail("interrupted by {} before the first step; nothing to save", strsignal(caught_signal));
-        write_file_atomically(initial_eval_path(folder), bridge_report_json(report));
     }
+    write_file_atomically(initial_path, bridge_report_json(report));
 
     // What a step's batch is in, and of what length.
     LengthMemory* at = nullptr;
@@ -157,10 +156,18 @@ StudentReport train_student(const BridgeConfig& config, const std::filesystem::p
                  strsignal(caught_signal), state_path(folder).string());
         report.evaluations.push_back(evaluate_student(model, config, T, config.eval.batches, generator));
     }
-    write_file_atomically(folder / "evaluation.csv", bridge_csv({report}));
-    write_file_atomically(bridge_report_path(folder), bridge_report_json(report));
+    write_file_atomically(evaluation_csv_path(folder), bridge_csv({report}));
+    write_file_atomically(evaluation_path(folder), bridge_report_json(report));
     fmt::print("{}", bridge_table({report}));
     return report;
+}
+
+// What decides which student a checkpoint holds.
+static std::string student_json(const BridgeConfig& config) {
+    BridgeConfig student;
+    student.model = config.model;
+    student.train.context = config.train.context;
+    return bridge_json(student);
 }
 
 Student load_student(const std::filesystem::path& given, const std::vector<std::string>& overrides) {
@@ -180,13 +187,14 @@ Student load_student(const std::filesystem::path& given, const std::vector<std::
     } catch (const Error& e) {
         fail("{}: not a student of the bridge: {}", name, e.what());
     }
-    const StudentSettings trained = student.config.model;
+    const std::string trained = student_json(student.config);
     add_overrides(settings, overrides);
     student.config = make_bridge_config(settings, false);
-    const StudentSettings& now = student.config.model;
-    if (now.sector != trained.sector || now.heads != trained.heads || now.max_order != trained.max_order ||
-        now.freeze_qk != trained.freeze_qk)
-        fail_usage("{}: with these --set it would be another model than the one that was trained", name);
+    if (student_json(student.config) != trained)
+        fail_usage(
+            "{}: with these --set it would be another student than the one that was trained: its section model and "
+            "train.context stay as they are",
+            name);
     student.model = make_model(bridge_shape(student.config));
     read_parameter_tensors(student.model, student.model.parameters.data, file, "", name);
     return student;

@@ -9,8 +9,6 @@
 
 namespace jetlag {
 
-std::filesystem::path bridge_report_path(const std::filesystem::path& run_folder);
-
 // Trains up to train.steps and evaluates at eval.contexts. Random numbers are drawn as the published PyTorch code draws
 // them: the model, the initial evaluation, for each step its length (if drawn) and its bits, the evaluations. Errors:
 // as run_training_loop's and load_run's.

@@ -9,11 +9,11 @@
 #include <tuple>
 
 #include "data_prep/archive.h"
-#include "data_prep/csv.h"
 #include "data_prep/midi_tokens.h"
 #include "data_prep/source.h"
 #include "src/command_line.h"
 #include "src/config.h"
+#include "src/csv.h"
 #include "src/error.h"
 #include "src/files.h"
 #include "src/manifest.h"

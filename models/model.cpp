@@ -431,8 +431,8 @@ Activations make_activations(const ModelShape& shape, int64_t B, int64_t T, Mode
     return acts;
 } catch (const std::bad_alloc&) {
     fail(
-        "no memory for a batch of {} x {} tokens: {:.0f} MiB wanted (fewer windows at a time need less: "
-        "train.accumulate, eval.batch)",
+        "no memory for a batch of {} x {} tokens: {:.0f} MiB wanted (fewer sequences at a time need less: "
+        "train.accumulate, eval.batch; train.batch of the bridge)",
         B, T, mebibytes_of(activation_sizes(shape, B, T, mode, with_stats)));
 }
 

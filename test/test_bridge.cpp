@@ -206,7 +206,7 @@ std::string trace_of(const fs::path& run) {
         const json row = json::parse(line);
         text += fmt::format("{} {} {}\n", row["step"].dump(), row["loss"].dump(), row["grad_norm"].dump());
     }
-    json report = json::parse(read_file(bridge_report_path(run)));
+    json report = json::parse(read_file(evaluation_path(run)));
     report.erase("run");
     return text + report["evaluations"].dump() + report["initial"].dump() + report["lag_bias"].dump();
 }
@@ -236,7 +236,7 @@ TEST(BridgeGolden, TrainingRunsFromASeed) {
         ASSERT_EQ(rows.size(), run["losses"].size());
         for (size_t n = 0; n < rows.size(); n++)
             EXPECT_NEAR(json::parse(rows[n])["loss"].get<double>(), run["losses"][n].get<double>(), tolerance) << n + 1;
-        const json report = json::parse(read_file(bridge_report_path(w.run(name))));
+        const json report = json::parse(read_file(evaluation_path(w.run(name))));
         const auto expect_evaluation = [&](const json& found, const json& want) {
             for (const auto& [key, value] : want.items()) {
                 // In other precisions a sequence next to the boundary may fall on its other side.
@@ -285,7 +285,8 @@ TEST(TrainBridge, ResumesExactly) {
         ASSERT_EQ(resumed.exit_code, kExitGood) << resumed.err;
         EXPECT_NE(resumed.out.find("resuming after step 5"), std::string::npos);
         EXPECT_EQ(trace_of(w.run(whole)), trace_of(w.run(parts)));
-        // Once more changes nothing.
+        // Once more changes nothing, nor does what can be computed again.
+        fs::remove(initial_eval_path(w.run(parts)));
         ASSERT_EQ(w.resume(parts, {setting}).exit_code, kExitGood);
         EXPECT_EQ(trace_of(w.run(whole)), trace_of(w.run(parts)));
     }
@@ -326,6 +327,8 @@ TEST(TrainBridge, Errors) {
     error({"train.lengths=eight"}, {"train.lengths", "eight"});
     error({"train.length_sampling=drawn"}, {"train.length_sampling", "drawn"});
     error({"eval.contexts=[]"}, {"eval.contexts"});
+    error({"eval.contexts=[16, 16]"}, {"eval.contexts", "16", "twice"});
+    error({"train.batch=1"}, {"train.batch", "median"});
     error({"train.corpus=x"}, {"train.corpus", "unknown"});
     expect_error(run_program("train_bridge", {}), "train_bridge", kExitUsage, {"CONFIG"});
     expect_error(run_program("train_bridge", {w.run("nothing.yaml")}), "train_bridge", kExitUsage, {"nothing.yaml"});
@@ -336,6 +339,8 @@ TEST(TrainBridge, Errors) {
                  {"cannot resume", "teacher.target", "first_jet", "phase"});
     expect_error(w.resume("run", {"train.lengths=[8]"}), "train_bridge", kExitUsage,
                  {"cannot resume", "train.lengths"});
+    expect_error(w.resume("run", {"train.initial_eval_batches=1"}), "train_bridge", kExitUsage,
+                 {"cannot resume", "train.initial_eval_batches"});
     expect_error(w.resume("run", {"train.steps=1"}), "train_bridge", kExitUsage, {"2 steps already"});
     const ProgramResult diverged = w.train("diverged", {"train.lr=1000", "train.weight_decay=1000", "train.steps=100"});
     expect_error(diverged, "train_bridge", kExitFailed, {"step", "NaN or infinity"});
@@ -364,7 +369,9 @@ TEST(EvalBridge, EvaluatesAndSaysWhatIsWrong) {
     };
     error({w.run("c")}, kExitUsage, {"c", "no such file or folder"});
     error({w.folder.path}, kExitUsage, {"without checkpoint.safetensors"});
-    error({w.run("a"), "--set", "model.sector=fj"}, kExitUsage, {"another model"});
+    for (const char* setting : {"model.sector=fj", "model.layers=1", "model.heads=4", "train.context=8", "train={}"})
+        error({w.run("a"), "--set", setting}, kExitUsage, {"another student"});
+    error({w.run("a"), "--json", evaluation_path(w.run("a"))}, kExitUsage, {"--json", "taken"});
     error({w.run("a"), "--contexts", "2"}, kExitUsage, {"eval.contexts", "2"});
     error({w.run("a"), "--csv", w.run("a") / "config.yaml"}, kExitUsage, {"--csv"});
     error({w.config}, kExitFailed, {"small.yaml"});
@@ -413,11 +420,85 @@ TEST(SweepBridge, OneTableOfManyRuns) {
     error({"--set", "sweep.targets=[phase, fase]"}, kExitUsage, {"sweep.targets", "fase", "phase"});
     error({"--set", "sweep.lambdas=[1, many]"}, kExitUsage, {"sweep.lambdas", "many"});
     error({"--set", "sweep.lambdas=[1, 2]"}, kExitUsage, {"sweep.lambdas", "signed"});
+    error({"--set", "teacher.kind=attention", "--set", "sweep.lambdas=[4, 4.0]"}, kExitUsage,
+          {"sweep.lambdas", "4", "twice"});
+    error({"--set", "teacher.kind=attention", "--set", "sweep.lambdas=[4, 5]", "--published", published}, kExitUsage,
+          {"--published", "lambda"});
     error({"--set", "sweep.seeds=[1, 2, 1]"}, kExitUsage, {"sweep.seeds", "1", "twice"});
     error({"--jobs", "0"}, kExitUsage, {"--jobs"});
-    error({"--published", w.config}, kExitUsage, {"small.yaml:1"});
+    error({"--published", w.config}, kExitFailed, {"small.yaml"});
+    for (const auto& [rows, part] :
+         std::initializer_list<std::pair<const char*, const char*>>{{"phse,fj,40,0.5", "phse"},
+                                                                    {"phase,lc,40,0.5", "lc"},
+                                                                    {"phase,fj,40,0.5abc", "0.5abc"},
+                                                                    {"phase,fj,40,1.5", "1.5"},
+                                                                    {"phase,fj,40,0.5\nphase,fj,40,0.6", "phase,fj,40"},
+                                                                    {"", "no row"}}) {
+        write_file_atomically(published, fmt::format("target,sector,eval_len,accuracy\n{}\n", rows));
+        error({"--published", published}, kExitUsage, {"published.csv", part});
+    }
+    write_file_atomically(w.folder.path / "bad", "a file");
+    error({}, kExitUsage, {"bad", "no folder"});
+    fs::remove(w.folder.path / "bad");
+    // What is in a run's place.
+    fs::create_directory(w.folder.path / "bad");
+    write_file_atomically(w.folder.path / "bad" / "first_jet-full-seed0", "a file");
+    error({}, kExitFailed, {"first_jet-full-seed0"});
+    fs::remove_all(w.folder.path / "bad");
     error({"--set", "train.lr=1000", "--set", "train.weight_decay=1000", "--set", "train.steps=200"}, kExitFailed,
           {"NaN or infinity"});
+}
+
+// Whoever gets the signal, every run saves itself, and the same command goes on.
+TEST(SweepBridge, SurvivesSignals) {
+    Workshop w;
+    const fs::path whole = w.folder.path / "whole", cut = w.folder.path / "cut";
+    const auto arguments = [&w](const fs::path& out) {
+        return Texts{w.config,
+                     "--out",
+                     out,
+                     "--jobs",
+                     "2",
+                     "--set",
+                     "sweep={targets: [affine, phase], seeds: [0, 1]}",
+                     "--set",
+                     "train={context: 16, lengths: [8, 16], batch: 6, steps: 1500, save_every: 0, log_every: 1}"};
+    };
+    ASSERT_EQ(run_program("sweep_bridge", arguments(whole)).exit_code, kExitGood);
+    // Of the two runs that are at work.
+    const auto rows = [&cut] {
+        size_t fewest = SIZE_MAX;
+        for (const char* run : {"affine-full-seed0", "affine-full-seed1"}) {
+            const fs::path log = cut / run / "log.csv";
+            fewest = std::min(fewest, fs::exists(log) ? lines_of(read_file(log)).size() : 0);
+        }
+        return fewest;
+    };
+    for (const int signal : {SIGINT, SIGTERM, SIGKILL}) {
+        const size_t before = rows();
+        test::RunningProgram program = test::start_program("sweep_bridge", arguments(cut));
+        while (rows() < before + 50 && test::is_running(program))
+            std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        ASSERT_TRUE(test::is_running(program));
+        kill(program.pid, signal);
+        const ProgramResult result = test::wait_for_program(program);
+        if (signal != SIGKILL) expect_error(result, "sweep_bridge", kExitFailed, {"interrupted", "goes on"});
+        // Runs whose sweep was killed save themselves a moment later.
+        for (const char* run : {"affine-full-seed0", "affine-full-seed1"}) {
+            const fs::path state = state_path(cut / run);
+            for (int i = 0; i < 1000 && !fs::exists(state); i++)
+                std::this_thread::sleep_for(std::chrono::milliseconds(5));
+            EXPECT_TRUE(fs::exists(state)) << run << " after signal " << signal;
+        }
+    }
+    ProgramResult last;
+    for (int i = 0; i < 50; i++) {
+        last = run_program("sweep_bridge", arguments(cut));
+        if (last.err.find("another process") == std::string::npos) break;
+        std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    }
+    ASSERT_EQ(last.exit_code, kExitGood) << last.err;
+    EXPECT_EQ(read_file(whole / "table.csv"), read_file(cut / "table.csv"));
 }
 
 // ------------------------------------------------------------------------------------------------ what is learned
@@ -436,7 +517,7 @@ TEST(BridgeLearns, EachTeacherByItsSector) {
         for (const std::string& setting : settings) arguments.insert(arguments.end(), {"--set", setting});
         const ProgramResult result = run_program("train_bridge", arguments);
         EXPECT_EQ(result.exit_code, kExitGood) << result.err;
-        return json::parse(read_file(bridge_report_path(arguments[2])))["evaluations"][0]["accuracy"].get<double>();
+        return json::parse(read_file(evaluation_path(arguments[2])))["evaluations"][0]["accuracy"].get<double>();
     };
     EXPECT_GE(accuracy("affine", "affine", {"teacher.median_threshold=false"}), 0.95);
     EXPECT_GE(accuracy("affine", "affine",
@@ -496,6 +577,16 @@ TEST(RetrievalProbe, TrainsAsInPyTorch) {
     }
 }
 
+TEST(RetrievalProbe, ASignalEndsIt) {
+    TemporaryFolder folder;
+    test::RunningProgram program =
+        test::start_program("train_retrieval", {"--out", folder.path / "probe", "--steps", "1000000"});
+    std::this_thread::sleep_for(std::chrono::milliseconds(300));
+    kill(program.pid, SIGINT);
+    expect_error(test::wait_for_program(program), "train_retrieval", kExitFailed, {"interrupted"});
+    EXPECT_FALSE(fs::exists(folder.path / "probe" / "trained_retrieval.csv"));
+}
+
 TEST(RetrievalProbe, ProgramErrors) {
     TemporaryFolder folder;
     const auto error = [&](const Texts& arguments, const Texts& parts) {
@@ -506,6 +597,8 @@ TEST(RetrievalProbe, ProgramErrors) {
     error({"--variants", "raw,cooked"}, {"--variants", "cooked"});
     error({"--precisions", "int2"}, {"--precisions", "int2"});
     error({"--contexts", "4096,x"}, {"--contexts", "x"});
+    error({"--contexts", "64,64"}, {"--contexts", "64", "twice"});
+    error({"--precisions", "int8,int8"}, {"--precisions", "int8", "twice"});
     error({"--steps", "0"}, {"--steps", "0"});
     error({"--train-len", "1"}, {"--train-len", "1"});
 }

@@ -7,13 +7,13 @@
 #include <map>
 #include <nlohmann/json.hpp>
 
-#include "data_prep/csv.h"
 #include "lab/adaptive.h"
 #include "lab/fixed.h"
 #include "lab/float32.h"
 #include "lab/lags.h"
 #include "lab/least_squares.h"
 #include "lab/parallel.h"
+#include "src/csv.h"
 #include "src/error.h"
 #include "src/files.h"
 #include "src/text_table.h"

@@ -6,8 +6,8 @@
 #include <nlohmann/json.hpp>
 #include <random>
 
-#include "data_prep/csv.h"
 #include "data_prep/midi_tokens.h"
+#include "src/csv.h"
 #include "src/error.h"
 #include "src/files.h"
 #include "src/manifest.h"

@@ -26,6 +26,12 @@ std::filesystem::path state_path(const std::filesystem::path& folder) {
 std::filesystem::path initial_eval_path(const std::filesystem::path& folder) {
     return folder / "initial_eval.json";
 }
+std::filesystem::path evaluation_path(const std::filesystem::path& folder) {
+    return folder / "evaluation.json";
+}
+std::filesystem::path evaluation_csv_path(const std::filesystem::path& folder) {
+    return folder / "evaluation.csv";
+}
 static std::filesystem::path csv_path(const std::filesystem::path& folder) {
     return folder / "log.csv";
 }
@@ -41,8 +47,9 @@ void check_output_not_taken(const std::string& option, const std::filesystem::pa
         if (other.empty()) continue;
         std::vector<std::filesystem::path> files = {other};
         if (std::filesystem::is_directory(other))
-            files = {config_path(other), initial_eval_path(other), csv_path(other),
-                     jsonl_path(other),  checkpoint_file(other),   state_path(other)};
+            files = {config_path(other),     initial_eval_path(other),  csv_path(other),
+                     jsonl_path(other),      checkpoint_file(other),    state_path(other),
+                     evaluation_path(other), evaluation_csv_path(other)};
         for (const std::filesystem::path& file : files)
             if (same_place(path, file)) fail_usage("{} {}: is taken by {}", option, path.string(), other);
     }

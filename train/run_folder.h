@@ -60,6 +60,9 @@ void check_output_not_taken(const std::string& option, const std::filesystem::pa
 std::filesystem::path config_path(const std::filesystem::path& folder);
 std::filesystem::path state_path(const std::filesystem::path& folder);
 std::filesystem::path initial_eval_path(const std::filesystem::path& folder);
+// The evaluation after the last step, of a student of the bridge.
+std::filesystem::path evaluation_path(const std::filesystem::path& folder);
+std::filesystem::path evaluation_csv_path(const std::filesystem::path& folder);
 
 // True if the folder holds something that a new run would lose: a state, a checkpoint, or rows of a log.
 bool holds_a_run(const std::filesystem::path& folder);

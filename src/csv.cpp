@@ -1,4 +1,4 @@
-#include "data_prep/csv.h"
+#include "src/csv.h"
 
 #include <csv.h>
 #include <fmt/ranges.h>
