@@ -5,6 +5,7 @@
 
 #include <cmath>
 #include <csignal>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <thread>
 
@@ -120,6 +121,16 @@ BridgeConfig bridge_config(const Texts& overrides) {
     std::vector<Setting> settings;
     add_overrides(settings, overrides);
     return make_bridge_config(settings, true);
+}
+
+TEST(BridgeConfigs, EveryFileIsASweep) {
+    std::map<std::string, size_t> runs;
+    for (const auto& entry : fs::directory_iterator("configs/bridge"))
+        runs[entry.path().stem()] = sweep_runs(make_bridge_config(read_settings(entry.path()), true)).size();
+    EXPECT_EQ(runs["table10"], 3u * 8 * 3);
+    EXPECT_EQ(runs["attention_support"], 4u * 4 * 3);
+    EXPECT_EQ(runs.size(), 7u);
+    for (const auto& [name, count] : runs) EXPECT_GE(count, 9u) << name;
 }
 
 TEST(BridgeStudent, SectorsAndInitialValues) {
