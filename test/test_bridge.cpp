@@ -123,16 +123,6 @@ BridgeConfig bridge_config(const Texts& overrides) {
     return make_bridge_config(settings, true);
 }
 
-TEST(BridgeConfigs, EveryFileIsASweep) {
-    std::map<std::string, size_t> runs;
-    for (const auto& entry : fs::directory_iterator("configs/bridge"))
-        runs[entry.path().stem()] = sweep_runs(make_bridge_config(read_settings(entry.path()), true)).size();
-    EXPECT_EQ(runs["table10"], 3u * 8 * 3);
-    EXPECT_EQ(runs["attention_support"], 4u * 4 * 3);
-    EXPECT_EQ(runs.size(), 7u);
-    for (const auto& [name, count] : runs) EXPECT_GE(count, 9u) << name;
-}
-
 TEST(BridgeStudent, SectorsAndInitialValues) {
     for (const char* sector : kBridgeSectors) {
         SCOPED_TRACE(sector);
@@ -156,7 +146,7 @@ TEST(BridgeStudent, SectorsAndInitialValues) {
                 EXPECT_EQ(p.takes_part,
                           name == "fj" || name == "fj_affine" || name == "full" || name.starts_with("grape_m"));
                 EXPECT_EQ(p.shape[1], name.starts_with("grape_m") ? 1 : 4);
-                EXPECT_EQ(p.initial[0], 2);
+                EXPECT_EQ(p.initial[0], p.takes_part ? 2 : 0);
             }
             if (p.name == "raw_affine_slope") {
                 EXPECT_NEAR(std::log1p(std::exp(p.initial[0])), 0.4, 1e-6);
@@ -170,14 +160,14 @@ TEST(BridgeStudent, SectorsAndInitialValues) {
         }
 }
 
-TEST(BridgeConfig, EveryConfigFileIsValid) {
-    int files = 0;
-    for (const auto& entry : fs::directory_iterator("configs/bridge")) {
-        const BridgeConfig config = make_bridge_config(read_settings(entry.path()), true);
-        EXPECT_FALSE(sweep_runs(config).empty()) << entry.path();
-        files++;
-    }
-    EXPECT_GE(files, 4);
+TEST(BridgeConfig, EveryFileIsASweep) {
+    std::map<std::string, size_t> runs;
+    for (const auto& entry : fs::directory_iterator("configs/bridge"))
+        runs[entry.path().stem()] = sweep_runs(make_bridge_config(read_settings(entry.path()), true)).size();
+    EXPECT_EQ(runs["table10"], 3u * 8 * 3);
+    EXPECT_EQ(runs["attention_support"], 4u * 4 * 3);
+    EXPECT_EQ(runs.size(), 7u);
+    for (const auto& [name, count] : runs) EXPECT_GE(count, 9u) << name;
 }
 
 // ------------------------------------------------------------------------------------------------ the programs

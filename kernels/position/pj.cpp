@@ -55,7 +55,8 @@ std::vector<BiasParameter> pj_parameters(const LagBiasSpec& spec) {
             gate_logits[i] = static_cast<int>(i % kPjSectorCount) == favoured ? 2.0f : -2.0f;
     const std::vector<float> minus_two(heads, -2.0f);
     const int64_t favoured_order = static_cast<int64_t>(spec.options[kPjOrderInit]);
-    std::vector<float> alpha_logits(heads * static_cast<size_t>(orders), 0.0f);
+    const std::vector<float> even(heads * static_cast<size_t>(orders), 0.0f);
+    std::vector<float> alpha_logits = even;
     if (favoured_order >= 0 && favoured_order < orders)
         for (size_t i = 0; i < alpha_logits.size(); i++)
             alpha_logits[i] = static_cast<int64_t>(i) % orders == favoured_order ? 2.0f : -2.0f;
@@ -70,8 +71,8 @@ std::vector<BiasParameter> pj_parameters(const LagBiasSpec& spec) {
     std::vector<BiasParameter> list = {
         {"omega", per_frequency, fj || lc, omega},
         {"gate_logits", {H, kPjSectorCount}, true, gate_logits},
-        {"fj_alpha_logits", {H, orders}, fj, alpha_logits},
-        {"lc_alpha_logits", {H, orders}, lc, alpha_logits},
+        {"fj_alpha_logits", {H, orders}, fj, fj ? alpha_logits : even},
+        {"lc_alpha_logits", {H, orders}, lc, lc ? alpha_logits : even},
         {"fj_zeta_re", amplitudes, fj, {}, 0.02},
         {"fj_zeta_im", amplitudes, fj, {}, 0.02},
         {"lc_zeta_re", amplitudes, lc, {}, 0.02},
