@@ -206,8 +206,8 @@ static FloatMatrix standardised(FloatMatrix features, const FloatMatrix& fitted)
 static FloatMatrix features_of(const LagVariant& variant, const ProbeSettings& settings, const std::string& precision,
                                int64_t T) {
     FloatMatrix features = lag_features(variant, settings.lags, 1, T);
-    if (precision == "fp32") return features;
-    return quantised(features, precision == "int8" ? 8 : 4, true);
+    const int bits = precision_bits(precision);
+    return bits < 32 ? quantised(features, bits, true) : features;
 }
 
 static void check_interrupt() {

@@ -82,7 +82,6 @@ static bool is_done(const std::filesystem::path& folder, const BridgeConfig& con
                                         pid_t sweep) {
     int code = kExitFailed;
     try {
-        catch_signals();
         prctl(PR_SET_PDEATHSIG, SIGHUP);
         if (getppid() != sweep) _exit(code);
         const std::string output = (folder / kOutputFile).string();

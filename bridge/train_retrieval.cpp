@@ -29,9 +29,7 @@ int run(int argc, char** argv) {
     for (const std::string& name : settings.lags.variants) find_variant("--variants", name);
     if (!precisions.empty()) settings.precisions = split_list(precisions);
     check_once("--precisions", settings.precisions);
-    for (const std::string& precision : settings.precisions)
-        if (precision != "fp32" && precision != "int8" && precision != "int4")
-            fail_usage("--precisions: there is no {}, wanted some of fp32, int8, int4", precision);
+    for (const std::string& precision : settings.precisions) precision_bits(precision);
     if (!train_len.empty()) settings.lags.train_len = parse_whole("--train-len", train_len, 8, longest);
     if (!contexts.empty()) {
         settings.lags.contexts.clear();
